@@ -1,0 +1,179 @@
+"""The DFlash drafter: a few Qwen3-shaped layers that denoise a block in one pass.
+
+    target_hidden [B,T,K*H] --fc, hidden_norm--> context c --k_proj, v_proj of each layer--> context keys and values
+    block ids -> target embedding -> layers( attention over [context | block], MLP ) -> norm -> target lm_head
+
+Tensor names and arithmetic are those of z-lab's checkpoints (11 L + 3 tensors, no prefix, neither embedding nor head). The
+context enters attention without input_layernorm, and its keys and values are computed once per token: training computes
+them for a whole row, decoding adds those of newly committed tokens to a cache.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from dflash_core.modeling.attention import attend
+from dflash_core.records import DrafterShape
+
+KeyValue = tuple[Tensor, Tensor]  # [B, kv_heads, T, head_dim] each
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the mean of squares in fp32 (Qwen3)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """cos and sin [B, T, head_dim] of absolute positions, NeoX halves; frequencies stay fp32 and are no parameter."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
+        angles = positions.unsqueeze(-1).float() * self.theta**-exponents  # [B, T, head_dim / 2]
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B, heads, T, head_dim] by cos, sin [B, T, head_dim]."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cos.unsqueeze(1).to(x.dtype) + turned * sin.unsqueeze(1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose keys and values come from the context and from the block."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        hidden, dim = shape.hidden_size, shape.head_dim
+        self.head_dim = dim
+        self.q_proj = nn.Linear(hidden, shape.num_heads * dim, bias=False)
+        self.k_proj = nn.Linear(hidden, shape.num_kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(hidden, shape.num_kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * dim, hidden, bias=False)
+        self.q_norm = RMSNorm(dim, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(dim, shape.rms_norm_eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))  # [B, T, heads, head_dim]
+
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> KeyValue:
+        """Rotated keys and plain values of context or block states x [B, T, H]."""
+        key = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
+        return rotate(key, *rotary), self._heads(self.v_proj(x)).transpose(1, 2)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: KeyValue, mask: Tensor | None) -> Tensor:
+        query = rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), *rotary)
+        own_key, own_value = self.keys_values(x, rotary)
+        key = torch.cat([context[0], own_key], dim=2)
+        value = torch.cat([context[1], own_value], dim=2)
+        return self.o_proj(attend(query, key, value, mask).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """down(silu(gate) * up)."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: KeyValue, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, context, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """The trained model. Embedding and head are the target's, passed in by the caller."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(len(shape.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.rotary = Rotary(shape.head_dim, shape.rope_theta)
+
+    def context(self, target_hidden: Tensor, positions: Tensor) -> list[KeyValue]:
+        """Keys and values of every layer for tapped states [B, T, K*H] at absolute positions [B, T]."""
+        states = self.hidden_norm(self.fc(target_hidden))
+        rotary = self.rotary(positions)
+        return [cast(Layer, layer).self_attn.keys_values(states, rotary) for layer in self.layers]
+
+    def forward(self, embeddings: Tensor, positions: Tensor, context: list[KeyValue], mask: Tensor | None = None) -> Tensor:
+        """Final-normed states [B, Q, H] of block slots given their embeddings [B, Q, H] and absolute positions [B, Q].
+
+        `mask` [B, 1, Q, T + Q] bool says what each slot sees; None: everything (one block, context up to its anchor).
+        """
+        rotary = self.rotary(positions)
+        for layer, key_value in zip(self.layers, context, strict=True):
+            embeddings = layer(embeddings, rotary, key_value, mask)
+        return self.norm(embeddings)
+
+
+def new_drafter(shape: DrafterShape, seed: int, std: float = 0.02) -> Drafter:
+    """A drafter with normal(0, std) matrices and norms of one, the same for the same seed. fp32 on the CPU."""
+    drafter = Drafter(shape)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, std, generator=generator)
+    return drafter
+
+
+def tensor_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each of the 11 L + 3 tensors, written down apart from the modules above so that both can be compared."""
+    hidden, inner, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    queries, keys = shape.num_heads * dim, shape.num_kv_heads * dim
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "self_attn.q_norm": (dim,),
+        "self_attn.k_norm": (dim,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(shape.target_layer_ids) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for i in range(shape.num_layers):
+        shapes |= {f"layers.{i}.{name}.weight": size for name, size in layer.items()}
+    return shapes

@@ -1,0 +1,113 @@
+"""The directory of one run, and what running the same config again means.
+
+    runs/<name>/  run.json  shards/  checkpoints/step-00000123/  export/  metrics.jsonl  timeline.json  training.json
+                  report.json  report.md
+
+new: nothing is there.  resume: the same experiment, not finished.  finished: report.json is there.  The same name with another
+experiment is an error that shows the difference. `fresh` sets the old directory aside and starts anew.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dflash_core.config import Config, differences, experiment, fingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDirectory:
+    """Paths of one run."""
+
+    root: Path
+    state: Literal["new", "resume", "finished"]
+
+    @property
+    def shards(self) -> Path:
+        return self.root / "shards"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.root / "export"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        return self.root / "timeline.json"
+
+    @property
+    def training(self) -> Path:
+        return self.root / "training.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.json"
+
+    @property
+    def report_text(self) -> Path:
+        return self.root / "report.md"
+
+
+def config_fingerprint(config: Config) -> str:
+    """Identity of an experiment: equal for two configs that must give the same drafter."""
+    return fingerprint(experiment(config))
+
+
+def open_run(config: Config, *, fresh: bool = False) -> RunDirectory:
+    """The run directory of `config`, created where it is new.
+
+    Raises ValueError where the name belongs to another experiment.
+    """
+    root = Path(config.places.runs).absolute() / config.name
+    record = root / "run.json"
+    if fresh and root.exists():
+        _set_aside(root)
+    if record.is_file():
+        old = json.loads(record.read_text(encoding="utf-8"))["experiment"]
+        changed = differences(old, experiment(config))
+        if changed:
+            raise ValueError(
+                f"{root} belongs to another experiment; give this one a new name, or --fresh to set the old one aside. "
+                f"Different (old -> new): {'; '.join(changed)}"
+            )
+        return RunDirectory(root=root, state="finished" if (root / "report.json").is_file() else "resume")
+    if root.is_dir() and any(root.iterdir()):
+        raise ValueError(f"{root} is not empty and no run of this tool (no run.json); choose another name")
+    root.mkdir(parents=True, exist_ok=True)
+    _write(record, {"experiment": experiment(config), "config_fingerprint": config_fingerprint(config)})
+    return RunDirectory(root=root, state="new")
+
+
+def _set_aside(root: Path) -> None:
+    number = 1
+    while (aside := root.with_name(f"{root.name}.old-{number}")).exists():
+        number += 1
+    os.rename(root, aside)
+
+
+def _write(path: Path, value: Any) -> None:
+    beside = path.with_name(path.name + ".partial")
+    beside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+@contextmanager
+def hold(run: RunDirectory) -> Iterator[None]:
+    """Keeps other processes out of the run while it works. Raises ValueError where one is already at it."""
+    with open(run.root / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{run.root} is in use by another process; wait for it or choose another name") from error
+        yield

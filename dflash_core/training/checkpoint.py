@@ -1,0 +1,103 @@
+"""What training resumes from: `checkpoints/step-00000123/`, complete or absent.
+
+    weights.safetensors   fp32 masters          moments.safetensors   AdamW's two averages, fp32
+    state.json            step, position, counters, what the run depends on, sha256 of both files; written last
+
+A directory is written beside (`.partial`), every file fsynced, and renamed; leftovers of a killed save are removed at the next
+start. There is no random state to keep: anchors and order come from (seed, epoch, row).
+"""
+
+import json
+import os
+import platform
+import re
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_core.data.shards import file_sha256
+from dflash_core.records import TrainState
+
+WEIGHTS, MOMENTS, STATE = "weights.safetensors", "moments.safetensors", "state.json"
+STEP = re.compile(r"^step-(\d{8})$")
+
+
+def environment() -> dict[str, Any]:
+    """What bit-identical arithmetic depends on besides the config: stored, and compared on resume."""
+    packages = {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")}
+    return {"python": platform.python_version(), "machine": platform.machine(), "threads": 1, **packages}
+
+
+def save_checkpoint(directory: Path, state: TrainState, *, depends_on: dict[str, Any]) -> Path:
+    """`state` under `directory`/step-XXXXXXXX, atomically; returns that path. `depends_on` goes into state.json."""
+    final = directory / f"step-{state.step:08d}"
+    if final.is_dir():
+        return final
+    beside = directory / f".{final.name}.partial"
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in state.weights.items()}, beside / WEIGHTS)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in state.moments.items()}, beside / MOMENTS)
+    sums = {name: file_sha256(beside / name) for name in (WEIGHTS, MOMENTS)}
+    value = {
+        "step": state.step,
+        "position": state.position,
+        "counters": state.counters,
+        "depends_on": depends_on,
+        "environment": environment(),
+        "sha256": sums,
+    }
+    (beside / STATE).write_text(json.dumps(value, indent=2), encoding="utf-8")
+    for name in (WEIGHTS, MOMENTS, STATE):
+        _sync(beside / name)
+    _sync(beside)
+    os.rename(beside, final)
+    _sync(directory)
+    return final
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def clean(directory: Path) -> None:
+    """Removes what a killed save left."""
+    for partial in directory.glob(".step-*.partial"):
+        shutil.rmtree(partial)
+
+
+def latest(directory: Path) -> Path | None:
+    """The complete checkpoint with the highest step."""
+    steps = [path for path in directory.glob("step-*") if STEP.match(path.name) and (path / STATE).is_file()]
+    return max(steps, key=lambda path: path.name, default=None)
+
+
+def load_checkpoint(path: Path) -> tuple[TrainState, dict[str, Any]]:
+    """(state, state.json as stored). Raises ValueError where a file is not the one that was saved."""
+    value = json.loads((path / STATE).read_text(encoding="utf-8"))
+    for name, wanted in value["sha256"].items():
+        if not (path / name).is_file() or file_sha256(path / name) != wanted:
+            raise ValueError(
+                f"checkpoint {path / name}: missing or changed since it was saved; remove {path} to use an older one"
+            )
+    state = TrainState(
+        step=value["step"],
+        position=value["position"],
+        weights=load_file(path / WEIGHTS),
+        moments=load_file(path / MOMENTS),
+        counters=value["counters"],
+    )
+    return state, value
+
+
+def clone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Private copies of tensors on their own device."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
