@@ -25,7 +25,7 @@ import anyio
 
 from dflash_core.config import Config, batch_bytes, fingerprint, resolve, total_steps
 from dflash_core.data import tokenization
-from dflash_core.data.batches import assemble, plan, row_groups
+from dflash_core.data.batches import assemble, count_batches, plan
 from dflash_core.data.shards import (
     TokenDataset,
     check_shards,
@@ -69,10 +69,11 @@ def data_ingredients(config: Config) -> dict[str, Any]:
     from importlib.metadata import version
 
     code = sorted((Path(__file__).parent / "data").glob("*.py"))
+    facts = read_facts(config.target.path)
     return {
         "conversations": file_sha256(Path(config.data.conversations)),
         "tokenizer": {file.name: file_sha256(file) for file in tokenization.tokenizer_files(config.target.path)},
-        "target": config.target.path,
+        "target": {"path": config.target.path, "stop_ids": list(facts.eos_ids), "vocab_size": facts.vocab_size},
         "data": config.data.model_dump(mode="json", exclude={"conversations"}),
         "code": fingerprint([file_sha256(file) for file in code]),
         "versions": {name: version(name) for name in ("tokenizers", "transformers", "jinja2")},
@@ -89,7 +90,8 @@ def prepared(config: Config, run: RunDirectory) -> Manifest | None:
 
 
 def tokenize(config: Config, run: RunDirectory) -> dict[str, Any]:
-    """Conversations into one Arrow file of token rows beside the shards; returns {"rows": path, "ledger": {...}}."""
+    """Conversations into one Arrow file of token rows beside the shards: {"rows": path, "ledger": {}, "ingredients": {}}."""
+    ingredients = data_ingredients(config)  # before anything is read: a file changed meanwhile must not pass for read
     facts = read_facts(config.target.path)
     tokenizer = tokenization.load_tokenizer(config.target.path)
     ledger = tokenization.Ledger()
@@ -102,12 +104,11 @@ def tokenize(config: Config, run: RunDirectory) -> dict[str, Any]:
         path.unlink(missing_ok=True)
         path.with_name(path.name + ".partial").unlink(missing_ok=True)
         raise
-    return {"rows": str(path), "ledger": ledger.as_dict()}
+    return {"rows": str(path), "ledger": ledger.as_dict(), "ingredients": ingredients}
 
 
 def shard(config: Config, run: RunDirectory, tokenized: dict[str, Any]) -> Manifest:
     """The token rows as a shard directory; an older one, made from other inputs, is replaced."""
-    ingredients = data_ingredients(config)
     old = run.root / "shards.old"
     shutil.rmtree(old, ignore_errors=True)
     if run.shards.exists():
@@ -116,8 +117,8 @@ def shard(config: Config, run: RunDirectory, tokenized: dict[str, Any]) -> Manif
         run.shards,
         read_stream(Path(tokenized["rows"])),
         shard_tokens=config.data.shard_tokens,
-        fingerprint=fingerprint(ingredients),
-        ingredients=ingredients,
+        fingerprint=fingerprint(tokenized["ingredients"]),
+        ingredients=tokenized["ingredients"],
         ledger=tokenized["ledger"],
     )
     shutil.rmtree(old, ignore_errors=True)
@@ -142,8 +143,7 @@ async def train(
     lap("open")
     facts = read_facts(config.target.path)
     shape = resolve(config, facts)
-    groups = row_groups(dataset.lengths, dataset.supervised, seed=config.seed, epoch=0, training=config.training)
-    steps = total_steps(config, len(groups))
+    steps = _total_steps(config, dataset)
     lap("plan")
     trainer = _trainer(config, shape, steps)
     depends_on = {"config_fingerprint": config_fingerprint(config), "data_fingerprint": manifest.fingerprint}
@@ -196,6 +196,13 @@ async def train(
     result = _result(config, run, trainer, outcome, clocks, lap.seconds, before, departures)
     write_json(run.training, dataclasses.asdict(result))
     return result
+
+
+def _total_steps(config: Config, dataset: TokenDataset) -> int:
+    training = config.training
+    enough = training.max_steps * training.accumulate if training.max_steps else None
+    count = count_batches(dataset.lengths, dataset.supervised, seed=config.seed, training=training, enough=enough)
+    return total_steps(training, count)
 
 
 class _Lap:

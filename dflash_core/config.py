@@ -18,6 +18,7 @@ from dflash_core.records import DrafterShape, TargetFacts
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 Dtype = Literal["float32", "bfloat16"]
@@ -48,7 +49,9 @@ class DataConfig(Section):
     conversations: str = Field(description="JSONL file, one object a line: {id, messages: [{role, content}]}.")
     max_length: Count = Field(4096, description="Tokens a row; what is longer follows `too_long`.")
     too_long: Literal["cut", "drop"] = Field("cut", description="cut keeps the first max_length tokens; both are counted.")
-    shard_tokens: Count = Field(50_000_000, description="A shard is closed when it holds this many tokens.")
+    shard_tokens: Annotated[int, Field(ge=1, le=2**30)] = Field(
+        50_000_000, description="A shard is closed when it holds this many tokens (Arrow's list offsets are 32-bit)."
+    )
     min_kept: Share = Field(0.9, description="Preparation fails when a smaller share of the conversations is kept.")
 
 
@@ -79,13 +82,19 @@ class TrainingConfig(Section):
     accumulate: Count = Field(1, description="Micro-batches an optimizer step.")
     learning_rate: PositiveFloat = 6e-4
     warmup: Share = Field(0.04, description="Share of all steps that the learning rate rises.")
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     clip: PositiveFloat = Field(1.0, description="Largest gradient norm.")
     loss_decay_gamma: PositiveFloat | None = Field(None, description="None: the paper's value for the block size.")
+    target_features: Literal["tapped", "zero"] = Field(
+        "tapped",
+        description="zero: an ablation, the drafter never sees the target; its zero-feature acceptance is the honest floor.",
+    )
     autocast: Literal["none", "bfloat16"] = Field("none", description="Precision of the drafter's matrix products.")
     checkpoint_every: Count = Field(500, description="Optimizer steps between checkpoints.")
-    max_skipped: Share = Field(0.1, description="Training fails when a larger share of the last micro-batches is not finite.")
+    max_skipped: Share = Field(
+        0.1, description="Training fails when a larger share of the micro-batches is skipped: not finite, or without an anchor."
+    )
 
 
 class PipelineConfig(Section):
@@ -185,7 +194,10 @@ def resolve(config: Config, target: TargetFacts) -> DrafterShape:
     ids = drafter.target_layer_ids
     if ids is None:
         ids = default_target_layer_ids(target.num_layers, drafter.num_taps or drafter.num_layers)
-    _check_taps(ids, target)
+    if fault := _tap_fault(ids, target.num_layers):
+        by_rule = drafter.target_layer_ids is None
+        remedy = "; the default rule does not suit this target, set drafter.target_layer_ids" if by_rule else ""
+        raise ValueError(f"drafter.target_layer_ids {list(ids)}: {fault} (the target has {target.num_layers} layers){remedy}")
     _check_mask_token(drafter.mask_token_id, target)
     heads = drafter.num_heads or target.num_heads
     kv_heads = drafter.num_kv_heads or target.num_kv_heads
@@ -215,24 +227,17 @@ def resolve(config: Config, target: TargetFacts) -> DrafterShape:
     return shape
 
 
-def _check_taps(ids: tuple[int, ...], target: TargetFacts) -> None:
-    last = target.num_layers - 1
+def _tap_fault(ids: tuple[int, ...], num_layers: int) -> str | None:
+    last = num_layers - 1
     if not ids:
-        raise ValueError("drafter.target_layer_ids is empty: name at least one layer")
-    if any(i < 0 or i > last for i in ids):
-        raise ValueError(
-            f"drafter.target_layer_ids {list(ids)}: outside 0..{last - 1} of this target's {target.num_layers} layers"
-        )
+        return "empty, name at least one layer"
     if last in ids:
-        raise ValueError(
-            f"drafter.target_layer_ids {list(ids)}: layer {last} is the target's last, which engines see before and "
-            f"transformers after the final norm; tap layers up to {last - 1}"
-        )
+        return f"layer {last} is the last, seen by engines before and by transformers after the final norm; tap up to {last - 1}"
+    if any(i < 0 or i > last for i in ids):
+        return f"outside 0..{last - 1}"
     if any(a >= b for a, b in itertools.pairwise(ids)):
-        raise ValueError(
-            f"drafter.target_layer_ids {list(ids)} do not rise strictly"
-            + (f": the default rule needs more than {target.num_layers} layers; set them" if target.num_layers < 12 else "")
-        )
+        return "not rising strictly"
+    return None
 
 
 def _check_mask_token(mask: int | None, target: TargetFacts) -> None:
@@ -266,7 +271,7 @@ def loss_gamma(config: Config) -> float:
     return config.training.loss_decay_gamma or paper_gamma(config.drafter.block_size)
 
 
-def total_steps(config: Config, micro_batches_per_epoch: int) -> int:
-    """Optimizer steps of the whole run (the last one of the last epoch may hold fewer micro-batches)."""
-    by_data = math.ceil(config.training.epochs * micro_batches_per_epoch / config.training.accumulate)
-    return min(by_data, config.training.max_steps or by_data)
+def total_steps(training: TrainingConfig, micro_batches: int) -> int:
+    """Optimizer steps of a run with so many micro-batches over all epochs; the last may hold fewer than `accumulate`."""
+    by_data = math.ceil(micro_batches / training.accumulate)
+    return min(by_data, training.max_steps or by_data)

@@ -3,10 +3,13 @@
 Letters: B rows, T tokens, K tapped layers, H hidden size, N anchors a row, S block size (anchor included), V vocabulary.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # config imports this module, and `--help` must not wait for torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

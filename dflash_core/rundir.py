@@ -67,11 +67,11 @@ def config_fingerprint(config: Config) -> str:
 def open_run(config: Config, *, fresh: bool = False) -> RunDirectory:
     """The run directory of `config`, created where it is new.
 
-    Raises ValueError where the name belongs to another experiment.
+    Raises ValueError where the name belongs to another experiment, or `fresh` would move a run that is in use.
     """
     root = Path(config.places.runs).absolute() / config.name
     record = root / "run.json"
-    if fresh and root.exists():
+    if fresh and record.is_file():
         _set_aside(root)
     if record.is_file():
         old = json.loads(record.read_text(encoding="utf-8"))["experiment"]
@@ -82,7 +82,7 @@ def open_run(config: Config, *, fresh: bool = False) -> RunDirectory:
                 f"Different (old -> new): {'; '.join(changed)}"
             )
         return RunDirectory(root=root, state="finished" if (root / "report.json").is_file() else "resume")
-    if root.is_dir() and any(root.iterdir()):
+    if root.is_dir() and any(path != _beside(record) for path in root.iterdir()):
         raise ValueError(f"{root} is not empty and no run of this tool (no run.json); choose another name")
     root.mkdir(parents=True, exist_ok=True)
     _write(record, {"experiment": experiment(config), "config_fingerprint": config_fingerprint(config)})
@@ -93,13 +93,17 @@ def _set_aside(root: Path) -> None:
     number = 1
     while (aside := root.with_name(f"{root.name}.old-{number}")).exists():
         number += 1
-    os.rename(root, aside)
+    with hold(RunDirectory(root=root, state="resume")):
+        os.rename(root, aside)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
 
 
 def _write(path: Path, value: Any) -> None:
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    _beside(path).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(_beside(path), path)
 
 
 @contextmanager

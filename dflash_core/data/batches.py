@@ -47,6 +47,18 @@ def row_groups(
     return [groups[i] for i in rng.permutation(len(groups))]
 
 
+def count_batches(
+    lengths: np.ndarray, supervised: np.ndarray, *, seed: int, training: TrainingConfig, enough: int | None = None
+) -> int:
+    """Micro-batches of all epochs (their number differs a little by epoch); counting ends once there are `enough`."""
+    count = 0
+    for epoch in range(training.epochs):
+        count += len(row_groups(lengths, supervised, seed=seed, epoch=epoch, training=training))
+        if enough is not None and count >= enough:
+            break
+    return count
+
+
 def plan(
     lengths: np.ndarray,
     supervised: np.ndarray,

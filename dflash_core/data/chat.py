@@ -5,8 +5,9 @@
         for every assistant turn i:   [ prompt i, as a server renders it | answer ... stop ]  rest
                                         loss_mask 0                        loss_mask 1        0
 
-The prompt of turn i is the render of the messages before it with the generation prompt. It marks the turn only if it is
-proven to be a prefix of the whole render, in characters and in tokens; a row without that proof is dropped by name.
+A turn is marked only with a proof, in characters and tokens. Its prompt, the render of the messages before it with the generation
+prompt, opens the whole render; and its answer is how the render that ends with this turn ends, so nothing of a later message is
+in it. A row without that proof is dropped by name.
 """
 
 from typing import Any, Protocol
@@ -33,8 +34,8 @@ def render(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], *, tools: A
     """The text a server would feed to the target. Raises Unprovable where the template refuses the messages."""
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt)
-    except jinja2.TemplateError as error:
-        raise Unprovable(f"template rejected the row: {error}") from error
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:  # a template is foreign code
+        raise Unprovable(f"template rejected the row: {str(error)[:80]}") from error
     return str(text)
 
 
@@ -43,21 +44,43 @@ def token_row(tokenizer: ChatTokenizer, conversation: Conversation, stop_ids: fr
 
     Raises Unprovable (the reason to drop the row by) where the template does not allow the proof.
     """
-    messages, tools = conversation.messages, conversation.tools
-    text = render(tokenizer, messages, tools=tools, generation_prompt=False)
+    text = render(tokenizer, conversation.messages, tools=conversation.tools, generation_prompt=False)
     ids = tokenizer.encode(text, add_special_tokens=False)
     mask = [0] * len(ids)
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = render(tokenizer, messages[:turn], tools=tools, generation_prompt=True)
-        if not text.startswith(prompt):
-            raise Unprovable("the served prompt is no prefix of the render")
-        start = len(tokenizer.encode(prompt, add_special_tokens=False))
-        if tokenizer.encode(prompt, add_special_tokens=False) != ids[:start]:
-            raise Unprovable("the served prompt's tokens are no prefix of the row's")
-        stop = next((place for place in range(start, len(ids)) if ids[place] in stop_ids), None)
-        if stop is None:
-            raise Unprovable("an assistant turn without a stop token")
-        mask[start : stop + 1] = [1] * (stop + 1 - start)
+    for turn, message in enumerate(conversation.messages):
+        if message["role"] == "assistant":
+            start, end = _answer(tokenizer, conversation, turn, text, ids, stop_ids)
+            mask[start:end] = [1] * (end - start)
     return TokenRow(id=conversation.id, input_ids=ids, loss_mask=mask)
+
+
+def _answer(
+    tokenizer: ChatTokenizer, conversation: Conversation, turn: int, text: str, ids: list[int], stop_ids: frozenset[int]
+) -> tuple[int, int]:
+    """First token of an assistant turn's answer and the one after its stop token."""
+    messages, tools = conversation.messages, conversation.tools
+    if turn == 0:
+        raise Unprovable("the assistant speaks first")
+    prompt = render(tokenizer, messages[:turn], tools=tools, generation_prompt=True)
+    last = turn == len(messages) - 1
+    own = text if last else render(tokenizer, messages[: turn + 1], tools=tools, generation_prompt=False)
+    if not (text.startswith(prompt) and own.startswith(prompt)):
+        raise Unprovable("the served prompt is no prefix of the render")
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    own_ids = ids if last else tokenizer.encode(own, add_special_tokens=False)
+    start = len(prompt_ids)
+    if not prompt_ids == ids[:start] == own_ids[:start]:
+        raise Unprovable("the served prompt's tokens are no prefix of the row's")
+    own_stops = _stops(own_ids, start, stop_ids)
+    if not own_stops:
+        raise Unprovable("an assistant turn without a stop token")
+    if len(own_stops) > 1:
+        raise Unprovable("a stop token inside an answer")
+    end = (_stops(ids, start, stop_ids) or [start])[0] + 1
+    if own_ids[start : own_stops[0] + 1][start - end :] != ids[start:end]:
+        raise Unprovable("an answer that the template renders otherwise in a longer conversation")
+    return start, end
+
+
+def _stops(ids: list[int], start: int, stop_ids: frozenset[int]) -> list[int]:
+    return [place for place in range(start, len(ids)) if ids[place] in stop_ids]

@@ -46,7 +46,7 @@ def read_conversations(path: str, dropped: Counter[str]) -> Iterator[Conversatio
 def _parse(line: bytes, where: str) -> tuple[Conversation | None, str]:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None, "broken JSON"
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         return None, "no messages"
@@ -61,17 +61,17 @@ def _parse(line: bytes, where: str) -> tuple[Conversation | None, str]:
             raise ValueError(f"{where}: unknown role {role!r}; known are {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
             return None, "content is no text"
-        if not _encodable(message["content"]):
-            return None, "content is no valid Unicode"
         messages.append({key: value for key, value in message.items() if value is not None})
     if not any(message["role"] == "assistant" for message in messages):
         return None, "no assistant turn"
+    if not _encodable([messages, row.get("tools")]):
+        return None, "text is no valid Unicode"
     return Conversation(id=_identity(row, line), messages=messages, tools=row.get("tools") or None), ""
 
 
-def _encodable(text: str) -> bool:
+def _encodable(value: Any) -> bool:
     try:
-        text.encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # a lone surrogate from a \ud83d escape
         return False
     return True

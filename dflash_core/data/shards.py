@@ -187,17 +187,19 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 def check_shards(directory: Path, manifest: Manifest, *, checksums: bool = False) -> None:
     """Raises ValueError naming the first shard whose size (or, if asked, sha256) is not the manifest's."""
+    remedy = f"delete {directory} and run again to prepare the data anew"
     for shard in manifest.shards:
         path = directory / shard.name
-        size = path.stat().st_size if path.is_file() else -1
-        if size != shard.bytes:
-            raise ValueError(f"shard {path}: {size} bytes, the manifest says {shard.bytes}; prepare the data again")
+        if not path.is_file():
+            raise ValueError(f"shard {path}: missing; {remedy}")
+        if (size := path.stat().st_size) != shard.bytes:
+            raise ValueError(f"shard {path}: {size} bytes, the manifest says {shard.bytes}; {remedy}")
         if checksums and file_sha256(path) != shard.sha256:
-            raise ValueError(f"shard {path}: its sha256 is not the manifest's; prepare the data again")
+            raise ValueError(f"shard {path}: its sha256 is not the manifest's; {remedy}")
 
 
 class TokenDataset:
-    """Rows of a shard directory as numpy views; opening reads only Arrow's messages, not the values.
+    """Rows of a shard directory as numpy views; opening reads Arrow's messages, offsets and masks, but no ids.
 
     `lengths` and `supervised` are int32 [rows]. Views are read-only: the memory is the mapped file.
     """
@@ -207,10 +209,11 @@ class TokenDataset:
         starts = [0]
         state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
         for entry in state["_data_files"]:
-            source = pa.memory_map(str(directory / entry["filename"]))
-            for batch in pa.ipc.open_stream(source):
-                ids, masks = batch.column("input_ids"), batch.column("loss_mask")
-                self._parts.append((*_list_views(ids), *_list_views(masks)))
+            path = directory / entry["filename"]
+            for batch in pa.ipc.open_stream(pa.memory_map(str(path))):
+                part = (*_list_views(batch.column("input_ids")), *_list_views(batch.column("loss_mask")))
+                _check_lengths(path, starts[-1], part[0], part[2])
+                self._parts.append(part)
                 starts.append(starts[-1] + batch.num_rows)
         self._starts = np.asarray(starts)
         self.lengths = self._per_row(lambda part: np.diff(part[0]))
@@ -226,6 +229,8 @@ class TokenDataset:
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Views of one row: (input_ids [T], loss_mask [T])."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
         part = int(np.searchsorted(self._starts, index, side="right")) - 1
         id_offsets, ids, mask_offsets, mask = self._parts[part]
         place = index - self._starts[part]
@@ -235,6 +240,13 @@ class TokenDataset:
 def _list_views(column: Any) -> tuple[np.ndarray, np.ndarray]:
     """(offsets [rows+1], values): `.offsets` honours a slice, and indexes into the values before `.flatten`."""
     return column.offsets.to_numpy(zero_copy_only=True), column.values.to_numpy(zero_copy_only=True)
+
+
+def _check_lengths(path: Path, first_row: int, id_offsets: np.ndarray, mask_offsets: np.ndarray) -> None:
+    ids, mask = np.diff(id_offsets), np.diff(mask_offsets)
+    if (unequal := np.flatnonzero(ids != mask)).size:
+        place = int(unequal[0])
+        raise ValueError(f"{path}: row {first_row + place} has {ids[place]} input_ids, {mask[place]} loss_mask values")
 
 
 def _sums(offsets: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -81,5 +81,5 @@ def check_kept(ledger: Ledger, min_kept: float) -> None:
 
 def tokenizer_files(path: str) -> list[Path]:
     """The local files that decide how text becomes ids (none for a hub id, whose commit is its version)."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "special_tokens_map.json")
-    return [file for name in names if (file := Path(path) / name).is_file()]
+    names = ("token*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+    return sorted(file for name in names for file in Path(path).glob(name) if file.is_file())

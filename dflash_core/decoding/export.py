@@ -21,6 +21,20 @@ from dflash_core.modeling.drafter import Drafter, tensor_shapes
 from dflash_core.records import DrafterShape
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+SIZES = {  # field of DrafterShape: key of config.json
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "max_positions": "max_position_embeddings",
+    "block_size": "block_size",
+    "num_target_layers": "num_target_layers",
+}
 
 
 def export_config(shape: DrafterShape, target: str) -> dict[str, Any]:
@@ -118,25 +132,14 @@ def read_shape(directory: Path) -> tuple[DrafterShape, str]:
     nested = config.get("dflash_config")
     if not isinstance(nested, dict) or {"mask_token_id", "target_layer_ids"} - nested.keys():
         raise ValueError(f"{path}: dflash_config with mask_token_id and target_layer_ids is missing; is this a DFlash drafter?")
-    if nested.get("block_size", config.get("block_size")) != config.get("block_size"):
-        raise ValueError(
-            f"{path}: block_size {config.get('block_size')} and dflash_config.block_size {nested['block_size']} differ"
-        )
+    if absent := [key for key in SIZES.values() if key not in config]:
+        raise ValueError(f"{path}: {', '.join(absent)} missing; is this a DFlash drafter?")
+    if nested.get("block_size", config["block_size"]) != config["block_size"]:
+        raise ValueError(f"{path}: block_size {config['block_size']} and dflash_config.block_size {nested['block_size']} differ")
     shape = DrafterShape(
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        vocab_size=config["vocab_size"],
-        rms_norm_eps=config["rms_norm_eps"],
-        rope_theta=config["rope_theta"],
-        max_positions=config["max_position_embeddings"],
-        block_size=config["block_size"],
+        **{field: config[key] for field, key in SIZES.items()},
         mask_token_id=nested["mask_token_id"],
         target_layer_ids=tuple(nested["target_layer_ids"]),
-        num_target_layers=config["num_target_layers"],
     )
     return shape, config.get("target_model", "")
 

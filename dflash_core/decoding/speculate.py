@@ -134,8 +134,7 @@ def speculate(
         proposer.extend(hidden[:, : len(new)])
         committed += new
         accepted.append(len(new) - 1)
-        ended = committed[-1] in stop_ids or len(new) == room
-        drafted.append(min(len(draft), len(new)) if ended else len(draft))
+        drafted.append(offered(draft, new, ended=committed[-1] in stop_ids or len(new) == room))
     tokens = tuple(committed[len(prompt) :])
     return Generation(tokens=tokens, accepted=tuple(accepted), drafted=tuple(drafted), seconds=time.perf_counter() - start)
 
@@ -151,6 +150,16 @@ def accept(draft: Sequence[int], verified: Sequence[int], *, room: int, stop_ids
         if token in stop_ids or len(new) == room or k == len(draft) or draft[k] != token:
             break
     return new
+
+
+def offered(draft: Sequence[int], new: Sequence[int], *, ended: bool) -> int:
+    """How many draft tokens a round judged: all, or where the text ended those before its last token, and a wrong one there.
+
+    The last token of a text counts as the target's own, so a draft that equals it is neither accepted nor refused.
+    """
+    if not ended:
+        return len(draft)
+    return min(len(draft), len(new) - (list(draft[: len(new)]) == list(new)))
 
 
 def replay(proposer: Proposer, prompt: Sequence[int], tokens: Sequence[int], hidden: Tensor, block_size: int) -> Generation:
@@ -172,5 +181,5 @@ def replay(proposer: Proposer, prompt: Sequence[int], tokens: Sequence[int], hid
         proposer.extend(hidden[:, place - 1 : place - 1 + len(new)])
         place += len(new)
         accepted.append(len(new) - 1)
-        drafted.append(len(draft))
+        drafted.append(offered(draft, new, ended=place == len(text)))
     return Generation(tokens=tuple(tokens), accepted=tuple(accepted), drafted=tuple(drafted), seconds=time.perf_counter() - start)

@@ -5,6 +5,7 @@ blocked  waiting for room downstream  (what is left over is scheduling)
 """
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,11 +103,12 @@ def step_row(metrics: StepMetrics) -> dict[str, Any]:
         "simulated_acceptance_length": 1 + metrics.accepted_sum / drafts,
         "tokens_per_second": metrics.tokens / metrics.seconds if metrics.seconds else None,
     }
-    return {**asdict(metrics), **means}
+    row = {**asdict(metrics), **means}
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one line a step, flushed line by line; lines at or after `resume_step` of an earlier try are cut off."""
+    """`metrics.jsonl`: one line a step, flushed line by line; lines of an earlier try beyond `resume_step` are cut off."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         kept = []

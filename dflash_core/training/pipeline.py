@@ -26,6 +26,7 @@ import heapq
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +54,8 @@ class Trainer(Protocol):
 
     @property
     def done(self) -> bool: ...
+    @property
+    def step(self) -> int: ...
     def train(self, tapped: TappedBatch, /) -> StepMetrics | None: ...
     def finish(self) -> StepMetrics | None: ...
     def snapshot(self) -> TrainState: ...
@@ -110,20 +113,20 @@ class CreditGate:
 
     def __init__(self, budget: int) -> None:
         self.budget = self.free = budget
+        self.closed = False
         self._inside = 0
-        self._closed = False
         self._changed = Event()
 
     async def take(self, amount: int) -> bool:
         """Waits for `amount` bytes; False when the gate was closed. Raises ValueError for more than the whole budget."""
         if amount > self.budget:
             raise ValueError(f"a micro-batch of {amount} bytes is above pipeline.ahead_bytes {self.budget}; raise it")
-        while not self._closed and (self.free < amount or self._inside >= MOST_AHEAD):
+        while not self.closed and (self.free < amount or self._inside >= MOST_AHEAD):
             self._changed = Event()
             await self._changed.wait()
         self.free -= amount
         self._inside += 1
-        return not self._closed
+        return not self.closed
 
     def give(self, amount: int) -> None:
         """Returns what a consumed micro-batch held."""
@@ -133,7 +136,7 @@ class CreditGate:
 
     def close(self) -> None:
         """Nothing more is wanted."""
-        self._closed = True
+        self.closed = True
         self._changed.set()
 
 
@@ -151,6 +154,9 @@ class _Run:
     started: float = field(default_factory=time.perf_counter)
     progress: float = field(default_factory=time.perf_counter)
     stop_time: float = math.nan
+    saving: CancelScope = field(default_factory=CancelScope)  # around the checkpoints stage
+    saved_step: int = -1
+    leave_hard: threading.Timer = field(default_factory=lambda: threading.Timer(LEAVE_HARD_S, os._exit, [70]))
 
 
 async def run_pipeline(work: Work, limits: Limits, clocks: dict[str, Any], stop: Event) -> Outcome:
@@ -160,12 +166,15 @@ async def run_pipeline(work: Work, limits: Limits, clocks: dict[str, Any], stop:
     """
     run = _Run(work, limits, clocks, stop, CreditGate(limits.ahead_bytes))
     clocks["read"].workers, clocks["tap"].workers = limits.readers, len(work.taps)
-    with _unwrapped():
-        async with anyio.create_task_group() as helpers:
-            helpers.start_soon(_watchdog, run)
-            helpers.start_soon(_stopper, run)
-            await _run_stages(run)
-            helpers.cancel_scope.cancel()
+    try:
+        with _unwrapped():
+            async with anyio.create_task_group() as helpers:
+                helpers.start_soon(_watchdog, run)
+                helpers.start_soon(_stopper, run)
+                await _run_stages(run)
+                helpers.cancel_scope.cancel()
+    finally:
+        run.leave_hard.cancel()
     await _final_save(run)
     return run.outcome
 
@@ -224,7 +233,7 @@ async def _worker(
     """One reader or one replica: receive, call `function` in its own thread, send."""
     clock, limiter = run.clocks[stage], CapacityLimiter(1)
     with inp, out:
-        while (item := await _next(inp, clock)) is not None:
+        while (item := await _next(inp, clock)) is not None and not run.gate.closed:
             with clock.doing("busy", worker=worker, number=number(item)):
                 result = await to_thread.run_sync(function, item, limiter=limiter)
             try:
@@ -232,6 +241,7 @@ async def _worker(
                     await out.send(result)
             except BrokenResourceError:
                 return
+            del item, result  # a worker that waits must not hold memory whose credit was given back
 
 
 async def _next(inp: Receive[T], clock: Clock) -> T | None:
@@ -249,6 +259,7 @@ async def _order(run: _Run, inp: Receive[TappedBatch], out: Send[TappedBatch]) -
     with inp, out:
         while (tapped := await _next(inp, run.clocks["order"])) is not None:
             heapq.heappush(early, (tapped.batch.plan.number, tapped))
+            del tapped  # as in _worker
             while early and early[0][0] == expected:
                 try:
                     await out.send(heapq.heappop(early)[1])
@@ -314,7 +325,7 @@ async def _metrics(run: _Run, inp: Receive[StepMetrics]) -> None:
 
 async def _checkpoints(run: _Run, inp: Receive[TrainState]) -> None:
     clock, limiter = run.clocks["checkpoints"], CapacityLimiter(1)
-    with inp:
+    with inp, run.saving:
         while (state := await _next(inp, clock)) is not None:
             with clock.doing("busy", number=state.step):
                 await _save(run, state, limiter)
@@ -325,6 +336,7 @@ async def _save(run: _Run, state: TrainState, limiter: CapacityLimiter) -> None:
     await to_thread.run_sync(run.work.save, state, limiter=limiter, abandon_on_cancel=True)
     seconds = time.perf_counter() - start
     run.outcome.saves += 1
+    run.saved_step = state.step
     run.outcome.save_s = max(run.outcome.save_s, seconds)
     if seconds > run.limits.stop_deadline_s:
         LOG.warning("a save took %.1f s: a stop request (deadline %.1f s) falls back to the last checkpoint",
@@ -333,6 +345,9 @@ async def _save(run: _Run, state: TrainState, limiter: CapacityLimiter) -> None:
 
 async def _final_save(run: _Run) -> None:
     """The state at the end; after a stop request only if it fits what is left of the deadline."""
+    run.outcome.saved = run.saved_step == run.work.trainer.step
+    if run.outcome.saved:
+        return
     left = math.inf
     if run.outcome.stopped:
         left = run.limits.stop_deadline_s - (time.perf_counter() - run.stop_time)
@@ -349,20 +364,18 @@ async def _stopper(run: _Run) -> None:
     await run.stop.wait()
     run.stop_time = time.perf_counter()
     run.receiving.cancel()
+    await anyio.sleep(run.limits.stop_deadline_s)
+    run.saving.cancel()  # a save still in flight is abandoned
 
 
 async def _watchdog(run: _Run) -> None:
     """Fails the run when no micro-batch was trained for `stall_s`; threads that cannot end are left behind, hard."""
     while (left := run.progress + run.limits.stall_s - time.perf_counter()) > 0:
         await anyio.sleep(left)
-    faulthandler.dump_traceback(all_threads=True)
-    threading.Thread(target=_leave_hard, name="leave-hard", daemon=True).start()
+    faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+    run.leave_hard.daemon = True
+    run.leave_hard.start()
     raise TimeoutError(f"no micro-batch was trained for {run.limits.stall_s} s (pipeline.stall_s); all stacks are printed above")
-
-
-def _leave_hard() -> None:
-    time.sleep(LEAVE_HARD_S)
-    os._exit(70)
 
 
 @contextmanager
@@ -374,7 +387,11 @@ def _unwrapped() -> Iterator[None]:
         first, *others = _leaves(group)
         for other in others:
             first.add_note(f"also raised: {other!r}")
-        raise first from first.__cause__
+        context = first.__context__
+        try:
+            raise first
+        finally:
+            first.__context__ = context  # its own, not the group
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -90,8 +90,7 @@ class Trainer:
 
     def train(self, tapped: TappedBatch) -> StepMetrics | None:
         """One micro-batch, forward and backward; the step's metrics when it closes the window."""
-        if self.device == "cpu":
-            torch.set_num_threads(1)
+        self._one_thread()
         window, number = self._window, tapped.batch.plan.number
         window.micro_batches += 1
         self._epoch = tapped.batch.plan.epoch
@@ -107,7 +106,13 @@ class Trainer:
         """The last, shorter window when the data has ended."""
         if self._window.micro_batches == 0 or self.done:
             return None
+        self._one_thread()
         return self._apply(self.position + self._window.micro_batches)
+
+    def _one_thread(self) -> None:
+        """The order of a CPU's sums must not depend on the machine; torch keeps the number for each calling thread."""
+        if self.device == "cpu":
+            torch.set_num_threads(1)
 
     def _forward_backward(self, tapped: TappedBatch) -> str | None:
         """Adds this micro-batch's gradient sums to the window; the reason instead if it must be skipped."""
@@ -127,6 +132,8 @@ class Trainer:
         if not bool(blocks.block_valid.any()):
             return "no anchor"
         blocks = AnchoredBlocks(**{name: tensor.to(self.device) for name, tensor in vars(blocks).items()})
+        if training.target_features == "zero":
+            hidden = torch.zeros_like(hidden)
         bfloat16 = training.autocast == "bfloat16"
         with torch.autocast(torch.device(self.device).type, dtype=torch.bfloat16, enabled=bfloat16):
             states = block_states(self.drafter, self._ends, hidden.to(self.device, torch.float32), blocks)
@@ -162,7 +169,8 @@ class Trainer:
                 group["lr"] = rate
             self._optimizer.step()
             self.updates += 1
-        self._judge(applied, norm)
+        if window.weight_sum > 0:  # a window of skipped micro-batches is no judgement of the gradient
+            self._judge(applied, norm)
         self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.position = position

@@ -1,0 +1,176 @@
+"""What the command lines share: `python -m flows.NAME` from its arguments to its exit code.
+
+    arguments --read_command_line--> Command --run_flow--> flow in this process --> 0 done, 2 bad input, 3 stopped
+
+The arguments are read before Prefect is imported, so --help and misspelt options answer at once, and Prefect finds its
+environment defaults set. Without PREFECT_API_URL the flow runs against Prefect's own temporary server.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+
+from dflash_core.config import Config
+from flows.settings import QUICKSTART, closest, config_yaml, dig, leaves, origin_comments, resolve
+
+DONE, BAD_INPUT, STOPPED, INTERRUPTED = 0, 2, 3, 130  # exit codes
+ENVIRONMENT_DEFAULTS = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "60",
+    "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL",  # else the temporary server's end prints its cancelled tasks
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the console is ours; the run's log in Prefect stays whole
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,dflash_core",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What a command line asks for; `overrides` are its dotted keys, as a deployment would give them."""
+
+    path: str
+    overrides: dict[str, Any]
+    fresh: bool
+    config: Config
+
+
+class _Options(Config, BaseSettings):
+    """Config as command line options."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the process because of bad input: one line, no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(BAD_INPUT)
+
+
+def _parser(name: str, purpose: str, *, fresh: bool) -> _Parser:
+    parser = _Parser(
+        prog=f"python -m flows.{name}",
+        usage="%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]",
+        description=purpose,
+        epilog=textwrap.fill(
+            "Layers: the file, then DFLASH_RUNS and DFLASH_MLFLOW_URI from the environment, then the options. `null` unsets "
+            "an optional value; lists are written 0,1,2. Exit codes: 0 done, 2 bad input, 3 stopped and resumable.",
+            width=110,
+        ),
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
+    )
+    parser.add_argument("--config", metavar="FILE", default=QUICKSTART, help="the run as YAML (default: %(default)s)")
+    parser.add_argument("--print-config", action="store_true", help="show the resolved run as YAML and where values came from")
+    if fresh:
+        parser.add_argument("--fresh", action="store_true", help="set an older run of this name aside and start anew")
+    return parser
+
+
+def read_command_line(name: str, purpose: str, *, fresh: bool = False, arguments: Sequence[str] | None = None) -> Command:
+    """Parses `python -m flows.<name> ...`; ends the process after --help, --print-config and bad input."""
+    parser = _parser(name, purpose, fresh=fresh)
+    options: CliSettingsSource[Any] = CliSettingsSource(
+        _Options,
+        root_parser=parser,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_parse_none_str="null",
+        cli_use_class_docs_for_groups=True,
+    )
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flags = {option for option in parser._option_string_actions if option.startswith("--")}
+        fail(f"{unknown[0]}: unknown option{closest(unknown[0].split('=')[0], flags)}")
+    own = vars(given)
+    path, show, is_fresh = own.pop("config"), own.pop("print_config"), own.pop("fresh", False)
+    chosen = options(parsed_args=own)()
+    values = {key: dig(chosen, key) for key in leaves(chosen)}
+    try:
+        resolved = resolve(path, values, "command line")
+    except ValueError as error:
+        fail(str(error))
+    if show:
+        print(f"# {path}, and where other values came from")
+        print(config_yaml(resolved.config, origin_comments(resolved, path)), end="")
+        raise SystemExit(DONE)
+    for key, value in ENVIRONMENT_DEFAULTS.items():
+        os.environ.setdefault(key, value)
+    dumped = resolved.config.model_dump(mode="json")
+    return Command(path=path, overrides={key: dig(dumped, key) for key in values}, fresh=is_fresh, config=resolved.config)
+
+
+def run_flow(flow: Callable[..., Coroutine[Any, Any, Any]], command: Command, **parameters: Any) -> NoReturn:
+    """Checks the config, runs the flow in this process and ends it with an exit code."""
+    import anyio
+    from prefect.exceptions import CancelledRun
+    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+    from flows import console
+    from flows.running import load_core
+
+    console.attach()
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        load_core()[0].check(command.config)
+        _start_local_server()
+        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):  # nobody watches, and its end takes a second
+            anyio.run(partial(flow, config=command.path, overrides=command.overrides, **parameters))
+    except CancelledRun as stopped:
+        again = shlex.join(argument for argument in sys.orig_argv if argument != "--fresh")
+        console.say(f"{stopped}. To go on, run the same again: {again}")
+        raise SystemExit(STOPPED) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except ValueError as error:
+        if not _is_ours(error):
+            raise
+        fail(str(error))
+    raise SystemExit(DONE)
+
+
+def _leave(*_: Any) -> NoReturn:
+    """SIGTERM before and after the flow, which has its own receiver: an ordinary exit, so that the local server ends too."""
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _start_local_server() -> None:
+    """Prefect's temporary server, deaf to the terminal's Ctrl-C: the flow needs it until its own, later end."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_EPHEMERAL_ENABLED
+
+    if PREFECT_API_URL.value() or not PREFECT_SERVER_EPHEMERAL_ENABLED.value():
+        return
+    from prefect.server.api.server import SubprocessASGIServer
+
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the child inherits the mask
+    try:
+        SubprocessASGIServer().start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _is_ours(error: ValueError) -> bool:
+    """Whether our own code found the input bad; a ValueError from a library's inside is a bug and keeps its traceback."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    root = Path(__file__).parent.parent
+    return any(Path(last).is_relative_to(root / room) for room in ("dflash_core", "flows"))

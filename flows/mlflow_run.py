@@ -1,0 +1,159 @@
+"""What an MLflow run of ours is made of: its store, its parameters and tags, and the points of a step.
+
+places.mlflow_uri --tracking_uri, connect--> client --experiment, find_run--> run
+Config --flat_params, tags-->                line of metrics.jsonl --step_points--> (name, value)
+"""
+
+import logging
+import math
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from dflash_core.config import Config
+from dflash_core.decoding.report import DEFINITION
+from dflash_core.rundir import config_fingerprint
+
+EXPERIMENT = "dflash"
+PARAM_LENGTH = 6000  # MLflow's limit
+TRIMMED = " ... (trimmed)"
+PASSWORD = re.compile(r"(://[^/:@\s]*):[^/@\s]*@")
+ENVIRONMENT_DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
+STEP_METRICS = (
+    "loss",
+    "accuracy",
+    "simulated_acceptance_length",
+    "tokens_per_second",
+    "learning_rate",
+    "gradient_norm",
+    "epoch",
+    "tokens",
+    "computed_tokens",
+    "blocks",
+    "seconds",
+)
+REPORT_METRICS = (
+    "acceptance_length",
+    "acceptance_length_ngram",
+    "acceptance_length_zero_features",
+    "lossless_exact",
+    "lossless_checked",
+    "speedup",
+    "target_tokens_per_second",
+    "drafted_tokens_per_second",
+    "tokens_per_second",
+)
+
+
+def tracking_uri(config: Config) -> str | None:
+    """The store of this run; None where places.mlflow_uri is `none`. Raises ValueError for one that MLflow refuses."""
+    uri = config.places.mlflow_uri or f"sqlite:///{Path(config.places.runs).absolute() / 'mlflow.db'}"
+    if uri == "none":
+        return None
+    if urlsplit(uri).scheme in ("", "file"):
+        raise ValueError(
+            f"places.mlflow_uri {uri!r}: MLflow keeps no runs in plain files; use sqlite:///PATH, http(s)://HOST or none"
+        )
+    return uri
+
+
+def connect(uri: str) -> Any:
+    """A client of `uri`, with short patience and a quiet console. Imports MLflow, which takes a second or two."""
+    for key, value in ENVIRONMENT_DEFAULTS.items():
+        os.environ.setdefault(key, value)
+    from mlflow import MlflowClient
+
+    for name in ("mlflow", "alembic"):  # the first use of a SQLite file prints every migration
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return MlflowClient(tracking_uri=uri)
+
+
+def find_run(client: Any, run_id: str) -> Any | None:
+    """The run of that id; None where this store does not have it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # another store than before
+            return None
+        raise
+
+
+def experiment_id(client: Any, uri: str, config: Config) -> str:
+    """The experiment of all our runs, made where it is new; a local store keeps its artifacts beside the runs."""
+    from mlflow.exceptions import MlflowException
+
+    local = uri.startswith("sqlite:")
+    place = (Path(config.places.runs).absolute() / "mlartifacts").as_uri() if local else None
+    found = client.get_experiment_by_name(EXPERIMENT)
+    if found is None:
+        try:
+            return client.create_experiment(EXPERIMENT, artifact_location=place)
+        except MlflowException:  # another process was first
+            found = client.get_experiment_by_name(EXPERIMENT)
+            if found is None:
+                raise
+    return found.experiment_id
+
+
+def tags(config: Config) -> dict[str, str]:
+    """Identity of the experiment and of the code."""
+    found = {"config_fingerprint": config_fingerprint(config), "acceptance_length_definition": DEFINITION}
+    root = Path(__file__).parent.parent
+    git = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    if git.returncode == 0:
+        found["mlflow.source.git.commit"] = git.stdout.strip()
+    return found
+
+
+def shown(text: str | None) -> str:
+    """`text` with the passwords of its addresses hidden."""
+    return PASSWORD.sub(r"\1:***@", text or "")
+
+
+def without_password(config: Config) -> Config:
+    """The config as it may be shown."""
+    if config.places.mlflow_uri is None:
+        return config
+    return config.model_copy(update={"places": config.places.model_copy(update={"mlflow_uri": shown(config.places.mlflow_uri)})})
+
+
+def first_line(error: Exception) -> str:
+    """An error in a few words, without passwords."""
+    return shown((str(error).strip().splitlines() or [type(error).__name__])[0])[:300]
+
+
+def step_points(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """(name, value) of one line of metrics.jsonl."""
+    yield "step", row["step"]
+    for name in STEP_METRICS:
+        yield f"train/{name}", math.nan if row[name] is None else float(row[name])  # null: it was not finite
+    yield "train/skipped_micro_batches", float(sum(row["skipped"].values()))
+    for slot, (correct, counted) in enumerate(zip(row["correct"], row["counted"], strict=True)):
+        if counted:
+            yield f"train/accuracy_by_slot/{slot:02d}", correct / counted
+
+
+def flat_params(config: Config) -> dict[str, str]:
+    """Dotted keys and values as MLflow takes them; what is too long is cut with a mark."""
+    flat: dict[str, str] = {}
+
+    def add(values: dict[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                add(value, f"{prefix}{key}.")
+            else:
+                text = str(value)
+                flat[prefix + key] = text if len(text) <= PARAM_LENGTH else text[: PARAM_LENGTH - len(TRIMMED)] + TRIMMED
+
+    add(without_password(config).model_dump(mode="json"), "")
+    return flat

@@ -1,0 +1,93 @@
+"""`python -m flows.NAME`: bad input is one line and exit code 2, a stop is exit code 3 and the same command goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from tests import fakes
+from tests.flows.conftest import ROOT, clean_environment, process, wait_for
+
+TRACEBACK = "Traceback (most recent call last)"
+
+
+def run_command(environment: dict[str, str], module: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"flows.{module}", *options]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.parametrize(
+    "section, changes, expected",
+    [
+        ("data", {"conversations": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ("drafter", {"target_layer_ids": [0, 3]}, "drafter.target_layer_ids [0, 3]"),
+    ],
+)
+def test_bad_input_is_seen_before_anything_starts(
+    section: str, changes: dict[str, object], expected: str, run_file: Path, tmp_path: Path
+) -> None:
+    values = yaml.safe_load(run_file.read_text())
+    values[section] |= changes
+    run_file.write_text(yaml.safe_dump(values))
+    done = run_command(clean_environment(tmp_path / "prefect"), "train", "--config", str(run_file))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert expected in done.stderr
+    assert done.stdout == ""
+    assert not (tmp_path / "runs").exists()
+    assert not list((tmp_path / "prefect").glob("*.db")), "no server was started"
+
+
+def test_bad_input_seen_by_a_task_is_one_line_too(run_file: Path, tmp_path: Path, prefect_server: dict[str, str]) -> None:
+    bad = fakes.write_jsonl(tmp_path / "bad.jsonl", [{"messages": [{"role": "heron", "content": "Hi"}]}])
+    done = run_command(prefect_server, "prepare", "--config", str(run_file), "--data.conversations", str(bad))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"error: {bad}, line 1: unknown role 'heron'")
+    assert done.stderr.count("\n") == 1
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(run_file: Path, tmp_path: Path, prefect_server: dict[str, str]) -> None:
+    """First with Prefect's temporary server, as a user without one has it."""
+    values = yaml.safe_load(run_file.read_text())
+    values["training"] |= {"epochs": 2000, "max_steps": 150, "checkpoint_every": 1000}
+    run_file.write_text(yaml.safe_dump(values))
+    environment = clean_environment(tmp_path / "prefect")
+    command = [sys.executable, "-m", "flows.train", "--config", str(run_file)]
+    log, run = tmp_path / "log", tmp_path / "runs" / "tiny"
+
+    def steps() -> int:
+        return (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").is_file() else 0
+
+    with process(command, environment, log) as child:
+        wait_for("step 5", lambda: steps() >= 5, child, log)
+        os.kill(child.pid, signal.SIGTERM)
+        assert child.wait(60) == 3, log.read_text()
+    text = log.read_text()
+    assert TRACEBACK not in text
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    stopped_at = json.loads((checkpoint / "state.json").read_text())["step"]
+    assert stopped_at == steps() < 150
+    assert f"stopped at step {stopped_at} of 150, resumable from {checkpoint}" in text
+    assert "python -m flows.train --config" in text.splitlines()[-1]
+    assert not (run / "export").exists()
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/runs/mlflow.db")
+    identity = (run / "mlflow_run.txt").read_text().strip()
+    assert client.get_run(identity).info.status == "KILLED"
+
+    finished = run_command(prefect_server, "train", "--config", str(run_file))
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    assert "preparation skipped" in finished.stdout
+    assert "acceptance length, this drafter" in finished.stdout
+    assert f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/runs/mlflow.db" in finished.stdout
+    assert client.get_run(identity).info.status == "FINISHED"
+    assert [point.step for point in client.get_metric_history(identity, "train/loss")] == list(range(1, 151))
+    report = json.loads((run / "report.json").read_text())
+    assert client.get_run(identity).data.metrics["acceptance_length"] == report["acceptance_length"]

@@ -1,0 +1,102 @@
+"""infra/prefect.yaml on a real server with a process worker: runs complete, and a cancelled training is saved."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import fakes
+from tests.flows.conftest import PATIENCE_S, ROOT, process
+
+PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
+
+
+def prefect(environment: dict[str, str], *arguments: str) -> str:
+    done = subprocess.run([*PREFECT, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, f"{arguments}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def worker(prefect_server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The deployments of infra/prefect.yaml and a worker for them; yields the environment of both."""
+    place = tmp_path_factory.mktemp("worker")
+    environment = {
+        **prefect_server,
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "DFLASH_RUNS": str(place / "runs"),
+        "DFLASH_MLFLOW_URI": "none",
+    }
+    prefect(environment, "work-pool", "create", "dflash", "--type", "process")
+    prefect(environment, "deploy", "--all", "--prefect-file", "infra/prefect.yaml")
+    command = [*PREFECT, "worker", "start", "--pool", "dflash", "--name", "test"]
+    with process(command, environment, place / "worker.log"):
+        yield environment
+
+
+def test_train_deployment_runs_to_completed(worker: dict[str, str], run_file: Path) -> None:
+    overrides = json.dumps({"name": "deployed", "training.epochs": 2})
+    out = prefect(
+        worker, "deployment", "run", "train/train", "-p", f"config={run_file}", "-p", f"overrides={overrides}", "--watch"
+    )
+    assert "Completed" in out
+    run = Path(worker["DFLASH_RUNS"]) / "deployed"
+    report = json.loads((run / "report.json").read_text())
+    assert report["acceptance_length"] >= 1
+    assert (run / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_unknown_override_fails_with_its_reason(worker: dict[str, str], run_file: Path) -> None:
+    run_id = start(worker, run_file, {"training.epoch": 2})
+    state = final_state(worker, run_id)
+    assert state["type"] == "FAILED"
+    assert "training.epoch: unknown key" in state["message"]
+
+
+@pytest.mark.slow
+def test_cancelled_training_is_saved_and_reads_cancelled(worker: dict[str, str], run_file: Path, tmp_path: Path) -> None:
+    values = yaml.safe_load(run_file.read_text())
+    values["training"] |= {"epochs": 100_000, "checkpoint_every": 100_000}
+    endless = tmp_path / "endless.yaml"
+    endless.write_text(yaml.safe_dump(values))
+    run_id = start(worker, endless, {"name": "cancelled"})
+    run = Path(worker["DFLASH_RUNS"]) / "cancelled"
+    wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
+    prefect(worker, "flow-run", "cancel", run_id)
+    state = final_state(worker, run_id)
+    assert state["type"] == "CANCELLED"
+    assert len(list((run / "checkpoints").iterdir())) == 1
+    assert not (run / "export").exists()
+
+
+def start(environment: dict[str, str], config: Path, overrides: dict[str, object]) -> str:
+    parameters = fakes.write_jsonl(config.with_name("parameters.json"), [{"config": str(config), "overrides": overrides}])
+    out = subprocess.run(
+        [*PREFECT, "deployment", "run", "train/train", "--params", "-"],
+        cwd=ROOT, env=environment, stdin=parameters.open(), capture_output=True, text=True, check=True, timeout=PATIENCE_S,
+    ).stdout  # fmt: skip
+    return next(line.split()[-1] for line in out.splitlines() if "UUID" in line)
+
+
+def final_state(environment: dict[str, str], run_id: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def is_final() -> bool:
+        found.update(json.loads(prefect(environment, "flow-run", "inspect", run_id, "--output", "json"))["state"])
+        return found["type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+    wait_until(is_final)
+    return found
+
+
+def wait_until(found) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.5)

@@ -1,0 +1,78 @@
+"""The flows called as functions: what a second run of the same config does."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from flows.evaluate import evaluate
+from flows.prepare import prepare
+from flows.train import train
+from tests import fakes
+
+pytestmark = pytest.mark.usefixtures("api")
+
+
+@pytest.fixture(autouse=True)
+def untracked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making MLflow's tables takes seconds, and test_tracking has it."""
+    monkeypatch.setenv("DFLASH_MLFLOW_URI", "none")
+
+
+def call(flow: Any, config: Path, **parameters: Any) -> Any:
+    return anyio.run(partial(flow, config=str(config), **parameters))
+
+
+def test_bad_conversations_leave_the_name_free(run_file: Path, tmp_path: Path) -> None:
+    bad = fakes.write_jsonl(tmp_path / "bad.jsonl", [{"messages": [{"role": "heron", "content": "Hi"}]}])
+    with pytest.raises(ValueError, match="unknown role 'heron'"):
+        call(prepare, run_file, overrides={"data.conversations": str(bad)})
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert call(prepare, run_file) == {"shards": str(tmp_path / "runs" / "tiny" / "shards"), "skipped": False}
+
+
+def test_preparation_is_skipped_until_an_input_changes(run_file: Path, tmp_path: Path, caplog) -> None:
+    assert not call(prepare, run_file)["skipped"]
+    assert "prepared: 24 rows" in caplog.text
+    caplog.clear()
+    assert call(prepare, run_file)["skipped"]
+    assert "preparation skipped: the shards are up to date: 24 rows" in caplog.text
+    fakes.write_jsonl(tmp_path / "conversations.jsonl", fakes.chats(25))
+    assert not call(prepare, run_file)["skipped"]
+
+
+def test_evaluating_an_untrained_run_is_bad_input(run_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no exported drafter; train first"):
+        call(evaluate, run_file)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_finished_run_prints_its_report_and_evaluate_measures_again(run_file: Path, tmp_path: Path, caplog) -> None:
+    run = tmp_path / "runs" / "tiny"
+    first = call(train, run_file)
+    assert first["export"] == str(run / "export")
+    written = (run / "report.json").stat().st_mtime_ns
+    caplog.clear()
+    assert call(train, run_file) == first
+    assert "finished before" in caplog.text
+    assert "acceptance length, this drafter" in caplog.text
+    assert (run / "report.json").stat().st_mtime_ns == written
+    assert call(evaluate, run_file)["acceptance_length"] == first["acceptance_length"]
+    assert (run / "report.json").stat().st_mtime_ns > written
+    with pytest.raises(ValueError, match=r"training\.learning_rate: 0\.0006 -> 0\.5"):
+        call(train, run_file, overrides={"training.learning_rate": 0.5})
+
+
+def test_a_run_killed_while_evaluating_does_not_train_again(run_file: Path, tmp_path: Path, caplog) -> None:
+    run = tmp_path / "runs" / "tiny"
+    call(train, run_file)
+    stages = json.loads((run / "training.json").read_text())["stages"]
+    for name in ("report.json", "report.md"):
+        (run / name).unlink()
+    caplog.clear()
+    call(train, run_file)
+    assert "training skipped" in caplog.text
+    assert json.loads((run / "report.json").read_text())["stages"] == stages

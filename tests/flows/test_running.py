@@ -1,0 +1,106 @@
+"""flows.running: stop requests by signal, and what importing the flows costs."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import anyio
+import pytest
+
+from flows.running import Stopped, in_thread, stop_requests, stopped_state
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signal_sets_the_event_and_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    async with stop_requests() as stop:
+        assert not stop.is_set()
+        os.kill(os.getpid(), number)
+        with anyio.fail_after(5):
+            await stop.wait()
+        os.kill(os.getpid(), number)  # again: no harm
+        await anyio.sleep(0.05)
+    assert signal.getsignal(number) is before
+
+
+async def test_inner_flow_shares_the_outer_event() -> None:
+    async with stop_requests() as outer:
+        async with stop_requests() as inner:
+            assert inner is outer
+        os.kill(os.getpid(), signal.SIGTERM)  # the inner one's end took nothing away
+        with anyio.fail_after(5):
+            await outer.wait()
+    async with stop_requests() as fresh:
+        assert fresh is not outer
+        assert not fresh.is_set()
+
+
+@pytest.mark.parametrize("error", [ValueError("bad input"), Stopped("enough")])
+async def test_errors_come_out_as_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised:
+        async with stop_requests():
+            raise error
+    assert raised.value is error
+
+
+async def test_signal_is_heard_beside_blocking_work_whose_end_raises_stopped() -> None:
+    heard: list[float] = []
+    start = time.monotonic()
+
+    async def listen(stop: anyio.Event) -> None:
+        await stop.wait()
+        heard.append(time.monotonic() - start)
+
+    async with stop_requests() as stop, anyio.create_task_group() as group:
+        group.start_soon(listen, stop)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(Stopped):
+            await in_thread(stop, time.sleep, 0.6)
+    assert heard[0] < 0.4
+
+
+async def test_work_without_a_stop_request_gives_its_result() -> None:
+    assert await in_thread(anyio.Event(), sum, [1, 2]) == 3
+
+
+def test_stopped_state_is_final_and_not_completed() -> None:
+    state = stopped_state(Stopped("stopped at step 7, resumable"))
+    assert state.name == "Stopped"
+    assert state.is_final()
+    assert not state.is_completed()
+    assert state.message == "stopped at step 7, resumable"
+
+
+@pytest.mark.parametrize("module", ["flows.train", "flows.prepare", "flows.evaluate"])
+def test_importing_a_flow_imports_no_heavy_package(module: str) -> None:
+    heavy = "{'torch', 'transformers', 'datasets', 'mlflow'}"
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_help_is_quick_and_useful() -> None:
+    start = time.perf_counter()
+    out = subprocess.run([sys.executable, "-X", "importtime", "-m", "flows.train", "--help"], capture_output=True, text=True)
+    assert time.perf_counter() - start < 5, "on an idle machine 0.6 s"
+    assert out.returncode == 0
+    for text in (
+        "--training.learning_rate",
+        "The frozen model whose output is preserved.",
+        "(default: 0.0006)",
+        "--fresh",
+        "DFLASH_RUNS",
+    ):
+        assert text in out.stdout
+    imported = {line.rsplit("|", 1)[-1].strip() for line in out.stderr.splitlines()}
+    assert not imported & {"torch", "prefect", "mlflow", "transformers"}

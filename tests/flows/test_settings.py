@@ -1,0 +1,133 @@
+"""flows.settings and flows.command: file < environment (places only) < command line; unknown keys are errors in all three."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dflash_core.rundir import config_fingerprint
+from flows.command import ENVIRONMENT_DEFAULTS, Command, read_command_line
+from flows.settings import QUICKSTART, load_config
+
+
+@pytest.fixture(autouse=True)
+def only_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DFLASH_RUNS", "DFLASH_MLFLOW_URI"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ENVIRONMENT_DEFAULTS.items():  # set by read_command_line; undone after the test
+        monkeypatch.setenv(name, value)
+
+
+def command(run_file: Path, *options: str) -> Command:
+    return read_command_line("train", "", fresh=True, arguments=["--config", str(run_file), *options])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as leaving:
+        read_command_line("train", "", fresh=True, arguments=arguments)
+    captured = capsys.readouterr()
+    assert leaving.value.code == 2
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_command_line_beats_environment_beats_file(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_config(str(run_file)).places.runs == str(run_file.parent / "runs")
+    monkeypatch.setenv("DFLASH_RUNS", "/from/environment")
+    monkeypatch.setenv("DFLASH_MLFLOW_URI", "")  # empty is not set
+    assert load_config(str(run_file)).places.runs == "/from/environment"
+    assert load_config(str(run_file)).places.mlflow_uri is None
+    assert command(run_file, "--places.runs", "/from/options").config.places.runs == "/from/options"
+
+
+def test_options_reach_every_kind_of_field(run_file: Path) -> None:
+    got = command(
+        run_file, "--training.learning_rate", "1e-3", "--training.max_steps", "null", "--drafter.target_layer_ids", "0,2",
+        "--pipeline.targets", "cpu,cpu", "--training.betas=0.8,0.9", "--name", "other", "--fresh",
+    )  # fmt: skip
+    assert got.fresh
+    assert got.overrides == {
+        "training.learning_rate": 1e-3,
+        "training.max_steps": None,
+        "drafter.target_layer_ids": [0, 2],
+        "pipeline.targets": ["cpu", "cpu"],
+        "training.betas": [0.8, 0.9],
+        "name": "other",
+    }
+    assert load_config(got.path, got.overrides) == got.config, "a deployment given these overrides runs the same"
+
+
+@pytest.mark.parametrize("name", ["DFLASH_TRAINING__LEARNING_RATE", "DFLASH_RUNZ", "dflash_seed"])
+def test_environment_sets_nothing_but_places(name: str, run_file: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv(name, "1")
+    assert name in refused(capsys, "--config", str(run_file))
+
+
+def test_misspelt_option_names_the_closest(run_file: Path, capsys) -> None:
+    message = refused(capsys, "--config", str(run_file), "--training.learnin_rate", "1e-3")
+    assert "--training.learnin_rate" in message
+    assert "did you mean --training.learning_rate?" in message
+
+
+def test_options_are_never_abbreviated(run_file: Path, capsys) -> None:
+    assert "--training.learn" in refused(capsys, "--config", str(run_file), "--training.learn", "1")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("trainin: {epochs: 2}", "trainin: unknown key"),
+        ("training: {epoch: 2}", "did you mean training.epochs?"),
+        ("training: {epochs: 2, epochs: 3}", "'epochs' is given twice"),
+        ("training: [", "no valid YAML"),
+        ("- a", "must be a mapping"),
+        ("training: 3", "training 3"),
+        ("", "must be a mapping"),
+        ("name: x", "target: not set"),
+    ],
+)
+def test_bad_file_is_one_line(text: str, expected: str, tmp_path: Path, run_file: Path, capsys) -> None:
+    values = "" if text in ("", "- a", "name: x") else run_file.read_text()
+    section = text.split(":")[0]
+    kept = {key: value for key, value in (yaml.safe_load(values) or {}).items() if key != section}
+    bad = tmp_path / "bad.yaml"
+    bad.write_text((yaml.safe_dump(kept) if kept else "") + text)
+    assert expected in refused(capsys, "--config", str(bad))
+
+
+def test_missing_file(tmp_path: Path, capsys) -> None:
+    assert "nothing.yaml" in refused(capsys, "--config", str(tmp_path / "nothing.yaml"))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-1e-3", "fast"])
+def test_learning_rate_is_a_positive_number(value: str, run_file: Path, capsys) -> None:
+    message = refused(capsys, "--config", str(run_file), f"--training.learning_rate={value}")
+    assert f"training.learning_rate '{value}' (command line)" in message
+
+
+def test_unknown_override_of_a_deployment(run_file: Path) -> None:
+    with pytest.raises(ValueError, match=r"^training\.epoch: unknown key \(overrides\) \(did you mean training\.epochs\?\)$"):
+        load_config(str(run_file), {"training.epoch": 3})
+
+
+def test_print_config_can_be_run_again(run_file: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("DFLASH_RUNS", "/from/environment")
+    with pytest.raises(SystemExit) as leaving:
+        command(run_file, "--print-config", "--training.learning_rate", "0.5")
+    assert leaving.value.code == 0
+    shown = capsys.readouterr().out
+    assert "learning_rate: 0.5  # command line\n" in shown
+    assert "runs: /from/environment  # environment DFLASH_RUNS\n" in shown
+    assert "  max_length: 128\n" in shown, "what the file says has no comment"
+    monkeypatch.delenv("DFLASH_RUNS")
+    again = tmp_path / "again.yaml"
+    again.write_text(shown)
+    config = load_config(str(again))
+    assert config.training.learning_rate == 0.5
+    assert f"config_fingerprint: {config_fingerprint(config)}" in shown
+
+
+def test_the_quickstart_file_is_complete() -> None:
+    assert load_config(QUICKSTART).name == "quickstart"

@@ -1,0 +1,224 @@
+"""flows.tracking: MLflow gets what metrics.jsonl holds, once, and never holds a training up."""
+
+import dataclasses
+import json
+import logging
+import math
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from mlflow import MlflowClient
+
+from dflash_core.config import Config
+from dflash_core.records import StepMetrics
+from dflash_core.rundir import RunDirectory, config_fingerprint, open_run
+from dflash_core.training.metrics import MetricsFile
+from flows import tracking
+from flows.mlflow_run import REPORT_METRICS, flat_params, step_points, tracking_uri
+from flows.tracking import MlflowTracker
+from tests import fakes
+
+
+def metrics(step: int, **changes: Any) -> StepMetrics:
+    made = StepMetrics(
+        step=step, position=step, epoch=0, micro_batches=1, skipped={}, rows=2, tokens=100, computed_tokens=128, blocks=8,
+        loss_sum=10.0 / step, weight_sum=2.0, correct=(0, 4, 2, 1), counted=(0, 8, 8, 8), accepted_sum=6, learning_rate=1e-3,
+        gradient_norm=0.5, applied=True, seconds=0.1,
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+def write_steps(run: RunDirectory, first: int, last: int, **changes: Any) -> None:
+    """Steps as a training (re)started at `first` writes them."""
+    file = MetricsFile(run.metrics, first - 1)
+    for step in range(first, last + 1):
+        file.write(metrics(step, **changes))
+    file.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store for all tests here: making its tables takes seconds."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def config(request: pytest.FixtureRequest, runs: Path, tmp_path: Path, target_dir: Path) -> Config:
+    name = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)
+    return fakes.make_config(tmp_path, target_dir, name=name, places={"runs": str(runs)})
+
+
+@pytest.fixture
+def run(config: Config) -> RunDirectory:
+    return open_run(config)
+
+
+@pytest.fixture(autouse=True)
+def no_stray_runs() -> Iterator[None]:
+    yield
+    assert mlflow.active_run() is None
+
+
+def client(config: Config) -> MlflowClient:
+    return MlflowClient(tracking_uri=tracking_uri(config))
+
+
+def run_id(run: RunDirectory) -> str:
+    return (run.root / "mlflow_run.txt").read_text().strip()
+
+
+def history(config: Config, run: RunDirectory, name: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in client(config).get_metric_history(run_id(run), name)]
+
+
+def test_default_store_is_beside_the_runs(config: Config, runs: Path) -> None:
+    assert tracking_uri(config) == f"sqlite:///{runs}/mlflow.db"
+
+
+@pytest.mark.parametrize("uri", ["./mlruns", "file:///tmp/mlruns"])
+def test_file_store_is_refused_at_once(uri: str, config: Config) -> None:
+    places = config.places.model_copy(update={"mlflow_uri": uri})
+    with pytest.raises(ValueError, match="use sqlite:///PATH"):
+        tracking_uri(config.model_copy(update={"places": places}))
+
+
+def test_none_tracks_nothing(config: Config) -> None:
+    places = config.places.model_copy(update={"mlflow_uri": "none"})
+    assert tracking_uri(config.model_copy(update={"places": places})) is None
+
+
+def test_steps_params_and_tags_arrive(config: Config, run: RunDirectory, runs: Path) -> None:
+    tracker = MlflowTracker(config, run)
+    write_steps(run, 1, 5)
+    tracker.close("FINISHED")
+    found = client(config).get_run(run_id(run))
+    assert found.info.status == "FINISHED"
+    assert found.info.run_name == config.name
+    assert history(config, run, "train/loss") == [(step, 10.0 / step / 2.0) for step in range(1, 6)]
+    assert history(config, run, "train/accuracy_by_slot/01") == [(step, 0.5) for step in range(1, 6)]
+    assert found.data.params == flat_params(config)
+    assert found.data.params["training.epochs"] == "1"
+    assert found.data.tags["config_fingerprint"] == config_fingerprint(config)
+    assert found.info.artifact_uri.startswith((runs / "mlartifacts").as_uri())
+    assert (Path(found.info.artifact_uri.removeprefix("file://")) / "config.yaml").is_file()
+
+
+def test_steps_arrive_while_training_goes_on(config: Config, run: RunDirectory) -> None:
+    tracker = MlflowTracker(config, run)
+    file = MetricsFile(run.metrics, 0)
+    file.write(metrics(1))
+    end = time.monotonic() + 60
+    while not (run.root / "mlflow_run.txt").is_file() or not history(config, run, "step"):
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    file.write(metrics(2))
+    file.close()
+    tracker.close("FINISHED")
+    assert history(config, run, "step") == [(1, 1.0), (2, 2.0)]
+
+
+@pytest.mark.parametrize("ending", ["KILLED", "unended"])
+def test_resumed_training_goes_on_in_the_same_run_and_sends_nothing_twice(ending: str, config: Config, run: RunDirectory) -> None:
+    """The last checkpoint is step 4; steps 5 and 6 were sent, then trained again."""
+    first = MlflowTracker(config, run)
+    write_steps(run, 1, 6)
+    if ending == "KILLED":
+        first.close("KILLED")
+    else:  # a killed process: what was sent was sent, and nobody ended the run
+        first._closing.set()
+        first._thread.join()
+    identity = run_id(run)
+    assert client(config).get_run(identity).info.status == "KILLED" or ending == "unended"
+    second = MlflowTracker(config, run)
+    write_steps(run, 5, 9)
+    second.close("FINISHED")
+    assert run_id(run) == identity
+    assert client(config).get_run(identity).info.status == "FINISHED"
+    assert [step for step, _ in history(config, run, "train/loss")] == list(range(1, 10))
+
+
+def test_changed_params_are_left_as_they_were(config: Config, run: RunDirectory) -> None:
+    MlflowTracker(config, run).close("KILLED")
+    changed = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"readers": 3})})
+    MlflowTracker(changed, run).close("FINISHED")
+    found = client(config).get_run(run_id(run))
+    assert found.data.params["pipeline.readers"] == "1"
+    assert "readers: 3" in (Path(found.info.artifact_uri.removeprefix("file://")) / "config.yaml").read_text()
+
+
+def test_values_that_are_not_finite_are_counted_not_sent(
+    config: Config, run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = MlflowTracker(config, run)
+    write_steps(run, 1, 2, gradient_norm=math.inf, loss_sum=math.nan)
+    with caplog.at_level(logging.WARNING):
+        tracker.close("FINISHED")
+    assert "4 metric values were not finite" in caplog.text
+    assert client(config).get_run(run_id(run)).data.tags["not_finite_points"] == "4"
+    assert history(config, run, "train/gradient_norm") == []
+    assert len(history(config, run, "train/tokens")) == 2
+
+
+def test_more_points_than_one_call_takes(config: Config, run: RunDirectory) -> None:
+    write_steps(run, 1, 300)
+    MlflowTracker(config, run).close("FINISHED")
+    assert [step for step, _ in history(config, run, "train/loss")] == list(range(1, 301))
+
+
+def test_two_trainings_in_one_process_keep_apart(config: Config, runs: Path, tmp_path: Path, target_dir: Path) -> None:
+    configs = [config, fakes.make_config(tmp_path, target_dir, name="it's-other".replace("'", "-"), places={"runs": str(runs)})]
+    opened = [open_run(each) for each in configs]
+    trackers = [MlflowTracker(each, run) for each, run in zip(configs, opened, strict=True)]
+    for tokens, run in enumerate(opened):
+        write_steps(run, 1, 3, tokens=tokens)
+    for tracker in trackers:
+        tracker.close("FINISHED")
+    assert [value for _, value in history(configs[0], opened[0], "train/tokens")] == [0, 0, 0]
+    assert [value for _, value in history(configs[1], opened[1], "train/tokens")] == [1, 1, 1]
+
+
+def test_report_and_drafter_are_published(config: Config, run: RunDirectory) -> None:
+    report = dict.fromkeys(REPORT_METRICS, 2.5) | {"training": {"step": 7}}
+    for file in (run.report, run.report_text, run.timeline):
+        file.write_text(json.dumps(report))
+    run.export.mkdir()
+    (run.export / "config.json").write_text("{}")
+    tracker = MlflowTracker(config, run)
+    tracker.publish(report)
+    tracker.close("FINISHED")
+    assert history(config, run, "acceptance_length") == [(7, 2.5)]
+    paths = {item.path for item in client(config).list_artifacts(run_id(run))}
+    assert {"report.json", "report.md", "timeline.json", "drafter"} <= paths
+
+
+def test_server_that_is_down_costs_a_warning(config: Config, run: RunDirectory, monkeypatch, caplog) -> None:
+    with socket.socket() as held:  # bound, never listening: connections are refused
+        held.bind(("127.0.0.1", 0))
+        address = f"http://user:secret@127.0.0.1:{held.getsockname()[1]}"
+        places = config.places.model_copy(update={"mlflow_uri": address})
+        monkeypatch.setattr(tracking, "FLUSH_S", 3.0)
+        start = time.monotonic()
+        tracker = MlflowTracker(config.model_copy(update={"places": places}), run)
+        write_steps(run, 1, 3)
+        assert time.monotonic() - start < 2
+        with caplog.at_level(logging.WARNING):
+            tracker.close("FAILED")
+        assert time.monotonic() - start < 8
+    points = sum(len(list(step_points(json.loads(line)))) for line in run.metrics.read_text().splitlines())
+    assert f"did not take the last 3 steps ({points} points)" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_long_values_and_passwords_do_not_reach_the_params(config: Config) -> None:
+    places = config.places.model_copy(update={"mlflow_uri": "http://user:secret@host:5000"})
+    target = config.target.model_copy(update={"path": "x" * 7000})
+    params = flat_params(config.model_copy(update={"places": places, "target": target}))
+    assert params["places.mlflow_uri"] == "http://user:***@host:5000"
+    assert len(params["target.path"]) == 6000
+    assert params["target.path"].endswith("(trimmed)")

@@ -1,0 +1,155 @@
+"""Taps against hooks on the whole model and against transformers' own hidden states."""
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from dflash_core.modeling.target import TapReplica, choose_attention, load_ends, load_model, read_facts
+from dflash_core.records import Batch
+from tests import fakes
+from tests.fakes import END_OF_TEXT, IM_END, VOCAB, make_batch
+
+
+@pytest.fixture(scope="module")
+def loud_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers, weights that matter, every norm weight 3.0: a state after the final norm cannot pass for one before."""
+    directory = fakes.save_target(tmp_path_factory.mktemp("loud"), num_hidden_layers=6, initializer_range=0.15, seed=4)
+    tensors = load_file(directory / "model.safetensors")
+    louder = {name: torch.full_like(value, 3.0) if "norm" in name else value for name, value in tensors.items()}
+    save_file(louder, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def replica(path: Path, layer_ids: tuple[int, ...]) -> TapReplica:
+    return TapReplica(str(path), layer_ids=layer_ids, dtype="float32", device="cpu", attention="auto")
+
+
+def random_batch(lengths: list[int], *, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [(torch.randint(4, VOCAB, (n,), generator=generator).tolist(), [1] * n) for n in lengths]
+    return make_batch(rows)
+
+
+@pytest.mark.parametrize("layer", range(5))
+def test_cut_replica_equals_the_whole_model(loud_target: Path, layer: int) -> None:
+    batch = random_batch([13, 13])
+    whole = AutoModelForCausalLM.from_pretrained(loud_target, dtype=torch.float32).eval()
+    seen: list[torch.Tensor] = []
+    whole.model.layers[layer].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    with torch.no_grad():
+        states = whole(batch.input_ids.long(), output_hidden_states=True).hidden_states
+    tapped = replica(loud_target, (layer,)).tap(batch).target_hidden
+    assert torch.equal(tapped, seen[0])
+    assert torch.equal(tapped, states[layer + 1])
+
+
+def test_layers_stand_side_by_side_in_the_order_asked(loud_target: Path) -> None:
+    batch = random_batch([9])
+    together = replica(loud_target, (1, 2, 4)).tap(batch).target_hidden
+    apart = [replica(loud_target, (layer,)).tap(batch).target_hidden for layer in (1, 2, 4)]
+    assert together.shape == (1, 9, 3 * 32)
+    assert torch.equal(together, torch.cat(apart, dim=-1))
+
+
+def test_replica_keeps_neither_head_nor_later_layers(loud_target: Path) -> None:
+    kept = replica(loud_target, (0, 2))
+    assert len(kept._decoder.layers) == 3
+    assert not any("lm_head" in name for name, _ in kept._decoder.named_modules())
+    assert not kept.tap(random_batch([4])).target_hidden.requires_grad
+
+
+def test_what_stands_beside_a_row_changes_nothing(loud_target: Path) -> None:
+    tap = replica(loud_target, (0, 3)).tap
+    batch = random_batch([7, 20])
+    alone = make_batch([(batch.input_ids[0, :7].tolist(), [1] * 7)])
+    padded = tap(batch).target_hidden[0, :7]
+    batch.input_ids[0, 7:] = torch.randint(4, VOCAB, (13,), generator=torch.Generator().manual_seed(5))
+    assert torch.equal(tap(batch).target_hidden[0, :7], padded)
+    torch.testing.assert_close(tap(alone).target_hidden[0], padded, atol=1e-4, rtol=1e-4)
+
+
+def test_four_replicas_at_once_equal_one_after_the_other(loud_target: Path) -> None:
+    replicas = [replica(loud_target, (1, 3)) for _ in range(4)]
+    batches = [random_batch([5 + i % 7, 24], seed=i) for i in range(24)]
+    expected = [replicas[0].tap(batch).target_hidden for batch in batches]
+
+    def work(worker: int) -> list[tuple[int, torch.Tensor]]:
+        return [(i, replicas[worker].tap(batches[i]).target_hidden) for i in range(worker, 24, 4)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(work, range(4)):
+            for i, hidden in found:
+                assert torch.equal(hidden, expected[i])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_ends_are_the_models_own_embedding_and_head(tmp_path: Path, tied: bool) -> None:
+    path = fakes.save_target(tmp_path / "target", tie_word_embeddings=tied, initializer_range=0.15)
+    ends = load_ends(str(path), dtype="float32", device="cpu", attention="auto")
+    tensors = load_file(path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    head = embedding if tied else tensors["lm_head.weight"]
+    assert torch.equal(ends.embed(torch.tensor([5, 7])), embedding[[5, 7]])
+    states = torch.randn(3, 32)
+    torch.testing.assert_close(ends.head(states), states @ head.T)
+    assert not any(p.requires_grad for module in (ends.embed, ends.head) for p in module.parameters())
+    assert torch.equal(embedding, head) == tied
+
+
+def test_facts(target_dir: Path) -> None:
+    facts = read_facts(str(target_dir))
+    assert (facts.num_layers, facts.hidden_size, facts.num_heads, facts.num_kv_heads, facts.head_dim) == (4, 32, 4, 2, 8)
+    assert (facts.vocab_size, facts.rope_theta, facts.max_positions) == (VOCAB, 10000.0, 512)
+    assert (facts.eos_ids, facts.pad_ids, facts.bos_ids) == ((IM_END,), (END_OF_TEXT,), ())
+
+
+def edited(source: Path, directory: Path, file: str, **changes: Any) -> str:
+    shutil.copytree(source, directory)
+    path = directory / file
+    value = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**value, **changes}))
+    return str(directory)
+
+
+def test_facts_know_every_stop_token(target_dir: Path, tmp_path: Path) -> None:
+    path = edited(target_dir, tmp_path / "t", "generation_config.json", eos_token_id=[IM_END, 9, END_OF_TEXT])
+    assert read_facts(path).eos_ids == (IM_END, 9, END_OF_TEXT)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128},
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    ],
+)
+def test_unsupported_rope_is_refused(target_dir: Path, tmp_path: Path, rope: dict[str, Any]) -> None:
+    path = edited(target_dir, tmp_path / "t", "config.json", rope_parameters=rope)
+    with pytest.raises(ValueError, match=r"rope_parameters .* not supported"):
+        read_facts(path)
+
+
+def test_missing_target_is_named() -> None:
+    with pytest.raises(ValueError, match=r"target.path 'no_such_dir': no such directory"):
+        read_facts("no_such_dir")
+
+
+def test_attention_choice() -> None:
+    assert choose_attention("auto", "cpu") == "sdpa"
+    assert choose_attention("eager", "cpu") == "eager"
+    with pytest.raises(ValueError, match="flash_attention_2 needs CUDA"):
+        choose_attention("flash_attention_2", "cpu")
+
+
+def test_models_are_frozen_and_in_the_asked_precision(target_dir: Path) -> None:
+    model = load_model(str(target_dir), dtype="bfloat16", device="cpu", attention="auto")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())

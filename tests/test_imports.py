@@ -1,0 +1,93 @@
+"""Imports go one way (DESIGN.md section 2): flows -> assembly -> {training, decoding} -> {data, modeling} -> rundir, config, records."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("dflash_core", "flows")
+EDGE_LIBRARIES = {"prefect", "mlflow", "pydantic_settings"}
+
+BASE = {"config", "records"}
+ROOMS = BASE | {"data", "modeling"}
+MAY_IMPORT = {
+    "records": set(),
+    "config": {"records"},
+    "rundir": BASE,
+    "data": BASE | {"data"},
+    "modeling": BASE | {"modeling"},
+    "training": ROOMS | {"rundir", "training"},
+    "decoding": ROOMS | {"rundir", "decoding"},
+    "assembly": ROOMS | {"rundir", "training", "decoding"},
+    "rank": ROOMS | {"rundir", "training", "assembly"},
+    "flows": ROOMS | {"rundir", "training", "decoding", "assembly", "flows"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def imported(source: str, module: str) -> Iterator[str]:
+    """Dotted names that a module imports anywhere in its text, names after `from x import` included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room(dotted: str) -> str:
+    """`dflash_core.data.shards` is in room data, `flows.train` in room flows."""
+    first, *rest = dotted.split(".")
+    return first if first == "flows" else rest[0] if rest else first
+
+
+def forbidden(source: str, module: str) -> list[str]:
+    """The imports of a module that the rule does not allow."""
+    found = []
+    for name in imported(source, module):
+        package = name.split(".")[0]
+        if package in PACKAGES:
+            allowed = {"records"} if module == "dflash_core.training.pipeline" else MAY_IMPORT[room(module)]
+            if room(name) not in allowed:
+                found.append(name)
+        elif package in EDGE_LIBRARIES and not module.startswith("flows"):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_module_imports_only_rooms_below_it(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    if path.name == "__init__.py":
+        assert source == "", "a package file holds nothing"
+        return
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    assert forbidden(source, module) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("dflash_core.data.shards", "from dflash_core.modeling.target import Taps"),
+        ("dflash_core.modeling.target", "import dflash_core.data.shards"),
+        ("dflash_core.data.shards", "def f():\n    from dflash_core import rundir"),
+        ("dflash_core.training.trainer", "from dflash_core.decoding import export"),
+        ("dflash_core.training.pipeline", "from dflash_core.config import Config"),
+        ("dflash_core.assembly", "import flows.train"),
+        ("dflash_core.config", "import pydantic_settings"),
+        ("dflash_core.assembly", "from mlflow import log_metric"),
+        ("dflash_core.records", "from dflash_core.config import Config"),
+    ],
+)
+def test_the_rule_itself_finds_a_wrong_edge(module: str, source: str) -> None:
+    assert len(forbidden(source, module)) == 1
+
+
+def test_all_rooms_were_looked_at() -> None:
+    seen = {room(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in modules() if path.name != "__init__.py"}
+    assert {"records", "config", "rundir", "data", "modeling", "training", "decoding", "assembly"} <= seen <= set(MAY_IMPORT)

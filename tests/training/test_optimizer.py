@@ -1,0 +1,58 @@
+"""The learning rate against values worked out by hand, and moments under their parameters' names."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dflash_core.config import TrainingConfig
+from dflash_core.training.optimizer import learning_rate, make_optimizer, read_moments, write_moments
+
+
+def test_learning_rate_by_hand() -> None:
+    training = TrainingConfig(learning_rate=1.0, warmup=0.2)
+    rates = [learning_rate(step, total=10, training=training) for step in range(10)]
+    # two warm-up steps, then half a cosine over eight
+    cosine = [1.0, 0.961940, 0.853553, 0.691342, 0.5, 0.308658, 0.146447, 0.038060]
+    assert rates == pytest.approx([0.5, 1.0, *cosine], abs=1e-6)
+
+
+def test_warm_up_is_rounded_up_and_may_be_absent() -> None:
+    training = TrainingConfig(learning_rate=2.0, warmup=0.04)
+    assert learning_rate(0, total=30, training=training) == pytest.approx(1.0)  # 1.2 steps, so two
+    assert learning_rate(1, total=30, training=training) == pytest.approx(2.0)
+    none = TrainingConfig(learning_rate=2.0, warmup=0.0)
+    assert learning_rate(0, total=30, training=none) == pytest.approx(2.0)
+    assert learning_rate(15, total=30, training=none) == pytest.approx(1.0)
+
+
+def test_all_of_the_run_may_be_warm_up() -> None:
+    training = TrainingConfig(learning_rate=1.0, warmup=1.0)
+    assert [learning_rate(step, total=4, training=training) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_beyond_the_last_step_the_rate_is_zero() -> None:
+    assert learning_rate(99, total=10, training=TrainingConfig(learning_rate=1.0)) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_moments_are_named_like_their_parameters_and_go_back() -> None:
+    training = TrainingConfig(learning_rate=0.1, betas=(0.5, 0.75))
+    module = nn.Linear(3, 2)
+    optimizer = make_optimizer(module, training)
+    assert read_moments(module, optimizer) == {}
+    module.weight.grad, module.bias.grad = torch.full((2, 3), 2.0), torch.full((2,), -1.0)
+    optimizer.step()
+    moments = {name: value.clone() for name, value in read_moments(module, optimizer).items()}
+    assert {name: float(value.flatten()[0]) for name, value in moments.items()} == pytest.approx(
+        {"weight.exp_avg": 1.0, "weight.exp_avg_sq": 1.0, "bias.exp_avg": -0.5, "bias.exp_avg_sq": 0.25}
+    )
+    other = nn.Linear(3, 2)
+    other.load_state_dict(module.state_dict())
+    again = make_optimizer(other, training)
+    write_moments(other, again, moments, step=1)
+    for linear, adam in ((module, optimizer), (other, again)):
+        linear.weight.grad, linear.bias.grad = torch.full((2, 3), 0.3), torch.full((2,), math.pi)
+        adam.step()
+    assert torch.equal(module.weight, other.weight)
+    assert torch.equal(module.bias, other.bias)

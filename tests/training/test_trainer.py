@@ -1,0 +1,317 @@
+"""Windows, sums, skips and resume of one rank, on random taps."""
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_core.modeling.anchors import draw_blocks
+from dflash_core.modeling.drafter import new_drafter
+from dflash_core.modeling.loss import weighted_cross_entropy
+from dflash_core.modeling.target import TargetEnds, load_ends
+from dflash_core.records import StepMetrics, TappedBatch
+from dflash_core.training import trainer as trainer_module
+from dflash_core.training.trainer import Trainer, block_states
+from tests.fakes import VOCAB, make_batch, make_config, make_shape, save_target
+
+Row = tuple[list[int], list[int]]
+WIDTH = 3 * 32
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> TargetEnds:
+    path = save_target(tmp_path_factory.mktemp("ends"), initializer_range=0.15)
+    return load_ends(str(path), dtype="float32", device="cpu", attention="auto")
+
+
+@pytest.fixture
+def build(ends: TargetEnds, target_dir: Path, tmp_path: Path) -> Any:
+    """`build(accumulate=3, ...)`: a trainer whose training section has these changes."""
+
+    def make(*, total_steps: int = 50, **training: Any) -> Trainer:
+        training = {"warmup": 0.0, "learning_rate": 1e-2, "max_skipped": 1.0, **training}
+        config = make_config(tmp_path, target_dir, training=training, seed=3)
+        return Trainer(new_drafter(make_shape(), 0), ends, config, total_steps=total_steps, device="cpu")
+
+    return make
+
+
+def row(supervised: int, *, seed: int = 0, prompt: int = 4) -> Row:
+    rng = random.Random(1000 * supervised + seed)
+    return [rng.randrange(4, VOCAB) for _ in range(prompt + supervised)], [0] * prompt + [1] * supervised
+
+
+def tapped(rows: Sequence[Row], *, number: int = 0, first_row: int = 0, epoch: int = 0) -> TappedBatch:
+    """A micro-batch whose taps depend on the row's tokens alone, so that any grouping of rows has the same ones."""
+    batch = make_batch(rows, number=number, first_row=first_row, epoch=epoch)
+    table = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(9))
+    return TappedBatch(batch=batch, target_hidden=table[batch.input_ids.long()].cumsum(1) / 4)
+
+
+def spoilt(batch: TappedBatch, value: float = math.nan) -> TappedBatch:
+    hidden = batch.target_hidden.clone()
+    hidden[0, 1, 2] = value
+    return TappedBatch(batch=batch.batch, target_hidden=hidden)
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in trainer.drafter.named_parameters() if p.grad is not None}
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return trainer.snapshot().weights
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+ROWS = [row(n) for n in (3, 60, 11, 27, 4, 45, 8, 33)]
+
+
+def split(size: int) -> list[TappedBatch]:
+    return [tapped(ROWS[i : i + size], number=i // size, first_row=i) for i in range(0, 8, size)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_do_not_depend_on_the_split_into_micro_batches(build: Any, size: int) -> None:
+    whole, parts = build(accumulate=99, anchors_per_row=6), build(accumulate=99, anchors_per_row=6)
+    whole.train(split(8)[0])
+    for batch in split(size):
+        parts.train(batch)
+    expected, found = gradients(whole), gradients(parts)
+    assert len(expected) == 25
+    for name in expected:
+        assert float((expected[name] - found[name]).norm() / expected[name].norm()) < 1e-6, name
+    a, b = whole.finish(), parts.finish()
+    assert (a.blocks, a.rows, a.tokens, a.counted, a.correct) == (b.blocks, b.rows, b.tokens, b.counted, b.correct)
+    assert (a.micro_batches, b.micro_batches) == (1, 8 // size)
+    assert b.loss_sum == pytest.approx(a.loss_sum, rel=1e-6)
+    assert b.gradient_norm == pytest.approx(a.gradient_norm, rel=1e-6)
+    moments = parts.snapshot().moments
+    for name, value in whole.snapshot().moments.items():
+        assert float((moments[name] - value).norm() / value.norm()) < 2e-6, name
+
+
+def test_metrics_are_the_sums_of_the_window(build: Any) -> None:
+    trainer = build(accumulate=2, anchors_per_row=6)
+    assert trainer.train(tapped(ROWS[:2])) is None
+    metrics = trainer.train(tapped(ROWS[2:5], number=1, first_row=2, epoch=1))
+    lengths = [len(ids) for ids, _ in ROWS[:5]]
+    assert (metrics.step, metrics.position, metrics.epoch, metrics.micro_batches) == (1, 2, 1, 2)
+    assert (metrics.rows, metrics.tokens) == (5, sum(lengths))
+    assert metrics.computed_tokens == 2 * max(lengths[:2]) + 3 * max(lengths[2:])
+    assert metrics.blocks == 2 + 6 + 6 + 6 + 3  # a supervised token before a supervised token, at most six a row
+    assert metrics.counted[0] == 0
+    assert metrics.counted[1] == metrics.blocks  # an anchor's next token is always trained
+    assert metrics.skipped == {}
+    assert metrics.applied
+    assert metrics.loss_sum / metrics.weight_sum == pytest.approx(math.log(VOCAB), rel=0.2)
+    assert trainer.open_micro_batches == 0
+
+
+def test_a_step_is_the_written_adamw_on_the_windows_mean(build: Any, ends: TargetEnds) -> None:
+    """Two steps of two micro-batches against one graph over the whole window and AdamW written out."""
+    settings = {"accumulate": 2, "clip": 0.05, "weight_decay": 0.1, "betas": (0.8, 0.9), "learning_rate": 0.01}
+    trainer, reference = build(total_steps=10, **settings), new_drafter(make_shape(), 0)
+    first = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
+    second = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
+    for step in range(2):
+        window = [tapped(ROWS[4 * step + 2 * i :][:2], number=2 * step + i, first_row=4 * step + 2 * i) for i in range(2)]
+        for batch in window:
+            metrics = trainer.train(batch)
+        loss, weight = torch.zeros(()), 0.0
+        for batch in window:
+            blocks = draw_blocks(batch.batch, block_size=4, mask_token_id=3, num_anchors=4, gamma=4.0, seed=3)
+            sums = weighted_cross_entropy(block_states(reference, ends, batch.target_hidden, blocks), blocks, ends.head)
+            loss, weight = loss + sums.loss_sum, weight + float(sums.weight_sum)
+        reference.zero_grad()
+        (loss / weight).backward()
+        norm = math.sqrt(sum(float((p.grad**2).sum()) for p in reference.parameters()))
+        assert metrics.gradient_norm == pytest.approx(norm, rel=1e-5)
+        assert norm > 0.05
+        rate = 0.01 * 0.5 * (1 + math.cos(math.pi * step / 10))
+        assert metrics.learning_rate == pytest.approx(rate)
+        with torch.no_grad():
+            for name, p in reference.named_parameters():
+                gradient = p.grad * 0.05 / (norm + 1e-6)
+                first[name] = 0.8 * first[name] + 0.2 * gradient
+                second[name] = 0.9 * second[name] + 0.1 * gradient**2
+                mean, square = first[name] / (1 - 0.8 ** (step + 1)), second[name] / (1 - 0.9 ** (step + 1))
+                p -= rate * 0.1 * p + rate * mean / (square.sqrt() + 1e-8)
+        for name, p in reference.named_parameters():
+            # Adam's first steps are the sign of the gradient, so single values near zero may differ
+            assert float((weights(trainer)[name] - p.detach()).norm()) < 1e-3 * rate * math.sqrt(p.numel()), name
+
+
+def test_training_lowers_the_loss(build: Any) -> None:
+    trainer = build(total_steps=30)
+    batch = tapped([row(12)])
+    losses = [m.loss_sum / m.weight_sum for m in (trainer.train(batch) for _ in range(30))]
+    assert losses[-1] < 0.5 * losses[0]
+    assert trainer.done
+
+
+def test_a_last_window_may_be_shorter(build: Any) -> None:
+    trainer = build(accumulate=3)
+    for number in range(4):
+        trainer.train(tapped([row(9)], number=number))
+    assert trainer.open_micro_batches == 1
+    metrics = trainer.finish()
+    assert (metrics.step, metrics.position, metrics.micro_batches) == (2, 4, 1)
+    assert trainer.finish() is None
+
+
+# ---- skipping --------------------------------------------------------------------------------------------------------
+
+WITHOUT_ANCHOR: Row = ([5, 6, 7, 8], [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_bad_taps_skip_their_micro_batch_alone(build: Any, value: float) -> None:
+    good, mixed = build(accumulate=2), build(accumulate=3)
+    good.train(tapped([row(9)]))
+    good.train(tapped([row(20)], number=1, first_row=1))
+    mixed.train(tapped([row(9)]))
+    mixed.train(spoilt(tapped([row(15)], number=1, first_row=5), value))
+    metrics = mixed.train(tapped([row(20)], number=2, first_row=1))
+    assert equal(weights(good), weights(mixed))
+    assert metrics.skipped == {"target produced non-finite hidden states": 1}
+    assert (metrics.micro_batches, metrics.rows, metrics.applied) == (3, 2, True)
+    assert mixed.counters["applied"] == 2
+    assert mixed.counters["skipped: target produced non-finite hidden states"] == 1
+
+
+def test_a_micro_batch_without_anchors_changes_nothing(build: Any) -> None:
+    good, mixed = build(accumulate=1), build(accumulate=2)
+    good.train(tapped([row(9)]))
+    mixed.train(tapped([WITHOUT_ANCHOR], first_row=7))
+    metrics = mixed.train(tapped([row(9)], number=1))
+    assert equal(weights(good), weights(mixed))
+    assert equal(good.snapshot().moments, mixed.snapshot().moments)
+    assert metrics.skipped == {"no anchor": 1}
+
+
+def test_windows_without_anchors_are_no_bad_gradients(build: Any) -> None:
+    trainer = build()
+    before = weights(trainer)
+    for number in range(5):
+        metrics = trainer.train(tapped([WITHOUT_ANCHOR], number=number))
+        assert not metrics.applied
+    assert equal(before, weights(trainer))
+    assert trainer.snapshot().moments == {}
+    assert trainer.train(tapped([row(9)], number=5)).applied
+
+
+def poison(trainer: Trainer, on: list[bool]) -> None:
+    """Gradients of one weight become infinite while `on[0]`."""
+    weight = trainer.drafter.layers[0].mlp.up_proj.weight
+    weight.register_hook(lambda gradient: gradient * math.inf if on[0] else gradient)
+
+
+def test_a_bad_gradient_skips_the_step(build: Any) -> None:
+    trainer, on = build(), [False]
+    poison(trainer, on)
+    trainer.train(tapped([row(9)]))
+    before = trainer.snapshot()
+    on[0] = True
+    metrics: StepMetrics = trainer.train(tapped([row(11)], number=1))
+    after = trainer.snapshot()
+    assert not metrics.applied
+    assert not math.isfinite(metrics.gradient_norm)
+    assert equal(before.weights, after.weights)
+    assert equal(before.moments, after.moments)
+    assert (after.step, after.position) == (2, 2)
+    assert after.counters["steps not applied"] == 1
+    on[0] = False
+    assert trainer.train(tapped([row(9)], number=2)).applied
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+
+
+def test_three_bad_gradients_in_a_row_fail(build: Any) -> None:
+    trainer, on = build(), [True]
+    poison(trainer, on)
+    number = iter(range(100))
+
+    def step() -> None:
+        trainer.train(tapped([row(9)], number=next(number)))
+
+    step()
+    step()
+    on[0] = False
+    step()
+    on[0] = True
+    step()
+    step()
+    with pytest.raises(ValueError, match="three optimizer steps in a row without a finite gradient"):
+        step()
+
+
+def test_too_many_skipped_micro_batches_fail(build: Any) -> None:
+    trainer = build(max_skipped=0.25, accumulate=4)
+    good, bad = tapped([row(9)]), spoilt(tapped([row(9)]))
+    for _ in range(trainer_module.MIN_JUDGED // 4):
+        trainer.train(bad)
+        for _ in range(3):
+            trainer.train(good)
+    with pytest.raises(ValueError, match=r"6 of 21 micro-batches were skipped \(training.max_skipped 25%\).*non-finite hidden"):
+        trainer.train(bad)
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+
+def stream(count: int) -> list[TappedBatch]:
+    return [
+        tapped([row(5 + 3 * (i % 7), seed=i), row(30, seed=i)], number=i, first_row=2 * i, epoch=i // 8) for i in range(count)
+    ]
+
+
+def test_restored_training_goes_on_bit_by_bit(build: Any) -> None:
+    straight, before, after = (build(accumulate=2, total_steps=12) for _ in range(3))
+    batches = stream(24)
+    expected = [m for m in map(straight.train, batches) if m]
+    for batch in batches[:11]:  # the eleventh stays in an open window and is trained again
+        before.train(batch)
+    state = before.snapshot()
+    assert (state.step, state.position) == (5, 10)
+    after.restore(state)
+    found = [m for m in map(after.train, batches[state.position :]) if m]
+    assert [(m.step, m.position, m.learning_rate, m.loss_sum, m.gradient_norm) for m in found] == [
+        (m.step, m.position, m.learning_rate, m.loss_sum, m.gradient_norm) for m in expected[5:]
+    ]
+    a, b = straight.snapshot(), after.snapshot()
+    assert equal(a.weights, b.weights)
+    assert equal(a.moments, b.moments)
+    assert a.counters == b.counters
+
+
+def test_the_bias_correction_counts_applied_steps_only(build: Any) -> None:
+    straight, resumed, on = build(), build(), [False]
+    poison(straight, on)
+    batches = stream(6)
+    for i, batch in enumerate(batches[:3]):
+        on[0] = i == 1
+        straight.train(batch)
+    resumed.restore(straight.snapshot())
+    on[0] = False
+    for batch in batches[3:]:
+        straight.train(batch)
+        resumed.train(batch)
+    assert equal(weights(straight), weights(resumed))
+
+
+def test_a_snapshot_is_private(build: Any) -> None:
+    trainer = build()
+    trainer.train(stream(1)[0])
+    state = trainer.snapshot()
+    kept = {name: value.clone() for name, value in {**state.weights, **state.moments}.items()}
+    trainer.train(tapped([row(20)], number=1))
+    assert equal(kept, {**state.weights, **state.moments})
+    assert not equal(state.weights, weights(trainer))
