@@ -122,7 +122,7 @@ class Places(Section):
     """Directories and addresses: the only section that the environment may set (DFLASH_RUNS, DFLASH_MLFLOW_URI)."""
 
     runs: str = Field("runs", description="Directory of all run directories.")
-    mlflow_uri: str | None = Field(None, description="MLflow tracking address; None: sqlite in <runs>/mlflow.db.")
+    mlflow_uri: str | None = Field(None, description="MLflow tracking address; unset: sqlite in <runs>/mlflow.db; none: no tracking.")
 
 
 class Config(Section):

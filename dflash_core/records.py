@@ -154,7 +154,7 @@ class StepMetrics:
     learning_rate: float
     gradient_norm: float
     applied: bool  # False: the gradient was not finite, weights are unchanged
-    seconds: float  # wall time since the previous step
+    seconds: float  # wall time since the previous step, of the first one since its first micro-batch came
 
 
 @dataclass(frozen=True, kw_only=True)

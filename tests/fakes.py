@@ -164,9 +164,9 @@ def make_shape(**changes: Any) -> DrafterShape:
     return DrafterShape(**{**sizes, **changes})
 
 
-def make_drafter(*, seed: int = 1, std: float = 0.3, **changes: Any) -> Drafter:
+def make_drafter(*, seed: int = 1, **changes: Any) -> Drafter:
     """A drafter of `make_shape` with large random weights, norms included, so that every term of its arithmetic matters."""
-    drafter = new_drafter(make_shape(**changes), seed=seed, std=std)
+    drafter = new_drafter(make_shape(**changes), seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():

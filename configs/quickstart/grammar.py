@@ -1,12 +1,12 @@
 """Procedural chat for the quickstart: short requests whose answers repeat what the request said.
 
-    request  = opener + task + role phrases in some order + closer     (the *template*)
-    roles    = "for X", "at Y", "with Z", ...                          (X, Y, Z: the *slot values*, invented words)
-    answer   = one sentence frame a task, filled with the same words
+    request  = opener + verb + task + role + word + closer     ("Hello. Plan a trip from Zobelmat. Thank you.")
+    answer   = the task's own order of a few common steps, and the request's word again and again
 
-An answer cannot be guessed from its own last words: which task, which roles and which words comes from the request, so a
-drafter has to read the target's hidden states to do well. Templates and words are split by hash into two disjoint halves,
-`train` and `heldout`; a held-out conversation shares neither a template nor a word with any training conversation.
+The template is a request without its word; the word, invented, is the slot value. An answer cannot be guessed from its own
+last words: which steps follow depends on the task, and the word comes from the request, so a drafter has to read the
+target's hidden states to do well. Templates and words are split by hash into two disjoint parts; a held-out conversation
+shares neither a template nor a word with any training conversation.
 """
 
 import hashlib
@@ -17,56 +17,21 @@ from collections.abc import Iterator
 OPENERS = ("", "Hello. ", "Please help me. ", "I need something. ", "Quick one: ")
 CLOSERS = ("", " Thank you.", " Tell me when it is done.", " What will you do?")
 VERBS = ("Plan", "Arrange", "Prepare", "Set up")
-ROLES = ("for", "at", "with", "from")
 
-# task -> (roles it uses, sentence frame of its answer)
-TASKS: dict[str, tuple[tuple[str, ...], str]] = {
-    "meeting": (
-        ("for", "at", "with"),
-        "The meeting for {for} is planned. It takes place at {at} with {with}. "
-        "I will remind {for} and {with} to come to {at} on time.",
-    ),
-    "parcel": (
-        ("for", "from", "at"),
-        "A parcel from {from} is on its way. {for} can collect it at {at}. If {for} is late, {at} sends it back to {from}.",
-    ),
-    "lunch": (
-        ("for", "with", "at"),
-        "Lunch at {at} is booked. {for} will eat {with} there. The cook of {at} knows that {for} likes {with}.",
-    ),
-    "trip": (
-        ("from", "at", "for"),
-        "The trip starts from {from} and ends at {at}. {for} has a seat by the window. From {from} to {at} it takes one day, {for}.",
-    ),
-    "lesson": (
-        ("with", "for", "from"),
-        "Your lesson with {with} is ready, {for}. Bring the book from {from}. {with} will ask {for} about {from} first.",
-    ),
-    "repair": (
-        ("at", "with", "from"),
-        "The repair at {at} needs {with}. I ordered {with} from {from} today. When {from} delivers, work at {at} can begin.",
-    ),
-    "concert": (
-        ("for", "from", "with"),
-        "First plays {for}, then {with}. The band from {from} closes the concert. Tickets of {for} and {with} are sold in {from}.",
-    ),
-    "garden": (
-        ("at", "for", "with"),
-        "The garden at {at} belongs to {for}. Plant {with} near the wall. In spring {for} can pick {with} at {at}.",
-    ),
+# task -> (role, steps before the break, steps after it); the same few words in another order
+TASKS = {
+    "meeting": ("for", "salt, mix, rest, fill, wash, cut", "cool, cut, salt, turn, wash, cool"),
+    "parcel": ("from", "stir, wash, cut, rest, cut, stir", "cut, cool, rest, wash, turn, cut"),
+    "lunch": ("with", "stir, fill, turn, wash, turn, rest", "wash, stir, wash, cool, mix, wait"),
+    "trip": ("from", "rest, mix, cool, cut, turn, wait", "cool, fill, mix, cut, turn, fill"),
+    "lesson": ("with", "stir, salt, cut, cool, press, cut", "turn, wash, turn, stir, bake, fill"),
+    "repair": ("at", "cool, rest, salt, bake, turn, bake", "salt, wait, stir, mix, press, stir"),
+    "concert": ("for", "cut, turn, wait, cool, bake, salt", "press, bake, wait, turn, cut, cool"),
+    "garden": ("at", "rest, mix, salt, mix, bake, rest", "wash, fill, cut, cool, turn, salt"),
 }
+ANSWER = "Sure: {role} {word} we {before}; then {role} {word} we {after}. That is all {role} {word}."
 
-FOLLOW_UP = ("Good. Now move it to {new}.", "It is moved to {new}. I told {first} that {new} is the new place, not {second}.")
-
-STEMS = (
-    *("Mar", "Bel", "Tor", "Vin", "Sel", "Dor", "Kan", "Lis", "Fen", "Gor", "Hal", "Jun", "Nor", "Pel", "Ros", "Sam"),
-    *("Tam", "Ulf", "Wen", "Zan", "Ark", "Bran", "Cor", "Dul", "Erl", "Fro", "Gil", "Hur", "Ist", "Kol", "Lum", "Mis"),
-)
-ENDINGS = (
-    *("ton", "wick", "dale", "mere", "ford", "holm", "gate", "ley", "by", "stad", "burg", "vik", "nes", "rup", "heim", "lund"),
-    *("berg", "dorf", "hausen", "feld", "ow", "itz", "ova", "ino", "ara", "eda", "oni", "usk", "yan", "ekt", "amo", "ilo"),
-)
-WORDS = tuple((stem, ending) for stem in STEMS for ending in ENDINGS)
+FOLLOW_UP = ("Good. Do it again.", "Again {role} {word}: {after}. Then we {before} {role} {word}.")
 
 
 def is_heldout(text: str, share: float = 0.2) -> bool:
@@ -74,47 +39,41 @@ def is_heldout(text: str, share: float = 0.2) -> bool:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32 < share
 
 
+def _syllables(count: int, seed: int) -> tuple[str, ...]:
+    """Distinct consonant-vowel-consonant syllables, the same ones for a seed; none belongs to two seeds below three."""
+    every = ["".join(letters) for letters in itertools.product("bdlmnrtvz", "aeo", "bdlmnrtvz")]
+    return tuple(random.Random(seed).sample(every[seed::3], count))
+
+
+# A word is three syllables, each from its own few: so many words that none can be known by heart.
+PARTS = tuple(_syllables(24, seed) for seed in range(3))
+STEMS = tuple(stem.capitalize() for stem in PARTS[0])
+WORDS = tuple("".join(parts) for parts in itertools.product(STEMS, PARTS[1], PARTS[2]))
+
+
 def templates(heldout: bool) -> list[tuple[str, str]]:
-    """All (task, request with {role} slots) of one part."""
+    """All (task, request with a {word} slot) of one part."""
     found = []
-    for task, (roles, _) in TASKS.items():
-        for opener, verb, order, closer in itertools.product(OPENERS, VERBS, itertools.permutations(roles), CLOSERS):
-            phrases = " ".join(f"{role} {{{role}}}" for role in order)
-            template = f"{opener}{verb} a {task} {phrases}.{closer}"
+    for task, (role, *_) in TASKS.items():
+        for opener, verb, closer in itertools.product(OPENERS, VERBS, CLOSERS):
+            template = f"{opener}{verb} a {task} {role} {{word}}.{closer}"
             if is_heldout(template) == heldout:
                 found.append((task, template))
     return found
 
 
 def conversations(seed: int, heldout: bool) -> Iterator[list[dict[str, str]]]:
-    """Endless conversations of one part: OpenAI messages, one fifth of them with a second turn."""
+    """Endless conversations of one part: OpenAI messages, one tenth of them with a second turn."""
     rng = random.Random(f"{seed}/{heldout}")
     pool = templates(heldout)
-    words = [word for word in WORDS if is_heldout("".join(word)) == heldout]
+    words = [word for word in WORDS if is_heldout(word) == heldout]
     while True:
         task, template = rng.choice(pool)
-        roles, frame = TASKS[task]
-        *values, new = _distinct(rng, words, len(roles) + 1)
-        slots = dict(zip(roles, values, strict=True))
-        messages = [
-            {"role": "user", "content": template.format(**slots)},
-            {"role": "assistant", "content": frame.format(**slots)},
+        role, before, after = TASKS[task]
+        slots = {"role": role, "word": rng.choice(words), "before": before, "after": after}
+        turns = [(template, ANSWER)] + [FOLLOW_UP] * (rng.random() < 0.1)
+        yield [
+            {"role": speaker, "content": text.format(**slots)}
+            for turn in turns
+            for speaker, text in zip(("user", "assistant"), turn, strict=True)
         ]
-        if rng.random() < 0.2:
-            ask, answer = FOLLOW_UP
-            names = {"new": new, "first": slots[roles[0]], "second": slots[roles[1]]}
-            messages += [
-                {"role": "user", "content": ask.format(**names)},
-                {"role": "assistant", "content": answer.format(**names)},
-            ]
-        yield messages
-
-
-def _distinct(rng: random.Random, words: list[tuple[str, str]], count: int) -> list[str]:
-    """Words that share neither stem nor ending, so that half a word says which one it is."""
-    chosen: list[tuple[str, str]] = []
-    while len(chosen) < count:
-        stem, ending = rng.choice(words)
-        if all(stem != a and ending != b for a, b in chosen):
-            chosen.append((stem, ending))
-    return [stem + ending for stem, ending in chosen]

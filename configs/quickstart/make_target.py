@@ -11,11 +11,12 @@ import argparse
 import itertools
 import json
 import math
+import re
 import time
 from pathlib import Path
 
 import torch
-from grammar import conversations
+from grammar import PARTS, STEMS, conversations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -30,7 +31,10 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over 4,000 training conversations, ChatML without generation tags."""
+    """Byte-level BPE over 4,000 training conversations, ChatML without generation tags.
+
+    Words are learned in syllables, so that each becomes three tokens.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -41,7 +45,8 @@ def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     sample = itertools.islice(conversations(seed=0, heldout=False), 4000)
-    bpe.train_from_iterator((m["content"] for messages in sample for m in messages), trainer)
+    texts = (piece for messages in sample for message in messages for piece in _syllables(message["content"]))
+    bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
@@ -49,6 +54,12 @@ def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def _syllables(text: str) -> list[str]:
+    """The text, cut between the syllables of every word."""
+    first, second, third = ("|".join(part) for part in (STEMS, *PARTS[1:]))
+    return re.sub(rf"\b({first})({second})({third})\b", r"\1\0\2\0\3", text).split("\0")
 
 
 def encode(tokenizer, messages) -> tuple[list[int], list[int]]:
@@ -65,23 +76,22 @@ def encode(tokenizer, messages) -> tuple[list[int], list[int]]:
     return ids, mask
 
 
-def train_batches(tokenizer, rows: int, length: int):
-    """Endless packed rows [rows, length] of ids and loss weights: answers 1, requests 0.1 (their words are random)."""
+def train_batches(tokenizer, rows: int):
+    """Endless batches of whole conversations [rows, longest]: ids, and 1 where the assistant speaks.
+
+    One conversation a row: packed together, an earlier one would offer other words to copy.
+    """
     stream = conversations(seed=1, heldout=False)
-    ids: list[int] = []
-    mask: list[int] = []
     while True:
-        while len(ids) < rows * length:
-            more_ids, more_mask = encode(tokenizer, next(stream))
-            ids += more_ids
-            mask += more_mask
-        size = rows * length
-        yield torch.tensor(ids[:size]).view(rows, length), torch.tensor(mask[:size]).view(rows, length) * 0.9 + 0.1
-        ids, mask = ids[size:], mask[size:]
+        pairs = [encode(tokenizer, messages) for messages in itertools.islice(stream, rows)]
+        longest = max(len(ids) for ids, _ in pairs)
+        ids = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in pairs])
+        mask = torch.tensor([mask + [0] * (longest - len(mask)) for _, mask in pairs])
+        yield ids, mask
 
 
-def train(model, tokenizer, steps: int, rows: int = 8, length: int = 256) -> None:
-    """AdamW 3e-3, cosine with 5 % warm-up, clip 1."""
+def train(model, tokenizer, steps: int, rows: int = 12) -> None:
+    """AdamW 3e-3, cosine with 5 % warm-up, clip 1. Answers weigh 1, requests 0.05: their words are random."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
     warm = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -89,17 +99,23 @@ def train(model, tokenizer, steps: int, rows: int = 8, length: int = 256) -> Non
         lambda i: min((i + 1) / warm, 0.5 * (1 + math.cos(math.pi * max(0, i - warm) / (steps - warm)))),
     )
     started = time.process_time()
-    for step, (ids, weights) in enumerate(itertools.islice(train_batches(tokenizer, rows, length), steps)):
+    shown = []
+    for step, (ids, mask) in enumerate(itertools.islice(train_batches(tokenizer, rows), steps)):
+        weights = (mask[:, 1:] + 0.05 * (ids[:, 1:] != tokenizer.pad_token_id)).flatten()
         logits = model(input_ids=ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        loss = (loss * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
-        loss.backward()
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        ((losses * weights).sum() / weights.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % 100 == 0 or step == steps - 1:
-            print(f"step {step:5d}  loss {loss.item():.3f}  {time.process_time() - started:.0f} CPU-s", flush=True)
+        shown.append(losses[mask[:, 1:].flatten() == 1].mean().item())
+        if step % 100 == 99 or step == steps - 1:
+            print(
+                f"step {step + 1:5d}  loss of answers {sum(shown) / len(shown):.4f}  {time.process_time() - started:.0f} CPU-s",
+                flush=True,
+            )
+            shown = []
 
 
 @torch.no_grad()
@@ -145,7 +161,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
-    tokenizer = make_tokenizer(vocab_size=800)
+    tokenizer = make_tokenizer(vocab_size=960)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

@@ -141,14 +141,17 @@ class Drafter(nn.Module):
         return self.norm(embeddings)
 
 
-def new_drafter(shape: DrafterShape, seed: int, std: float = 0.02) -> Drafter:
-    """A drafter with normal(0, std) matrices and norms of one, the same for the same seed. fp32 on the CPU."""
+def new_drafter(shape: DrafterShape, seed: int) -> Drafter:
+    """A drafter with matrices normal(0, 1 / sqrt(inputs)) and norms of one, the same for the same seed. fp32 on the CPU.
+
+    The usual 0.02 is that for some 2,500 inputs; at a hidden size of 128 it took twice the steps to the same loss.
+    """
     drafter = Drafter(shape)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in drafter.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, std, generator=generator)
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
     return drafter
 
 

@@ -74,7 +74,7 @@ class Trainer:
         self._gamma = loss_gamma(config)
         self._optimizer = make_optimizer(self.drafter, config.training)
         self._window = Window(drafter.shape.block_size)
-        self._since = time.perf_counter()
+        self._since: float | None = None  # when the step in work began; start-up is reported apart
         self._epoch = 0
         self._bad_steps = 0
 
@@ -91,6 +91,7 @@ class Trainer:
     def train(self, tapped: TappedBatch) -> StepMetrics | None:
         """One micro-batch, forward and backward; the step's metrics when it closes the window."""
         self._one_thread()
+        self._since = self._since or time.perf_counter()
         window, number = self._window, tapped.batch.plan.number
         window.micro_batches += 1
         self._epoch = tapped.batch.plan.epoch
@@ -196,7 +197,7 @@ class Trainer:
             learning_rate=rate,
             gradient_norm=norm,
             applied=applied,
-            seconds=now - self._since,
+            seconds=now - (self._since or now),
         )
         self._since = now
         self._window = Window(self.drafter.shape.block_size)
