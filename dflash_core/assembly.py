@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from dflash_core.data.shards import (
     write_shards,
     write_stream,
 )
-from dflash_core.decoding.evaluate import EvaluationJob, read_prompts
+from dflash_core.decoding.evaluate import EvaluationJob, read_measured, read_prompts, summarise
 from dflash_core.decoding.export import write_export
 from dflash_core.decoding.report import report_markdown
 from dflash_core.modeling.drafter import new_drafter
@@ -309,43 +310,52 @@ def export(config: Config, run: RunDirectory) -> Path:
 
 
 async def evaluate(config: Config, run: RunDirectory, stop: anyio.Event) -> AcceptanceReport | None:
-    """Acceptance of the exported drafter, measured by a fresh process; None when a stop request came first."""
-    job = EvaluationJob(
-        export=str(run.export),
-        shards=str(run.shards),
-        target=config.target.path,
-        attention=config.target.attention,
-        device=config.pipeline.drafter,
-        evaluation=config.evaluation,
-    )
-    job_file = run.root / "evaluation-job.json"
-    write_json(job_file, {**vars(job), "evaluation": config.evaluation.model_dump(mode="json")})
-    out = await _run_child([sys.executable, "-m", "dflash_core.decoding.evaluate", str(job_file)], stop)
-    if out is None:
+    """Acceptance of the exported drafter, measured by fresh processes; None when a stop request came first."""
+    commands = []
+    for part in range(config.evaluation.processes):
+        job = EvaluationJob(
+            export=str(run.export),
+            shards=str(run.shards),
+            target=config.target.path,
+            attention=config.target.attention,
+            device=config.pipeline.drafter,
+            evaluation=config.evaluation,
+            part=part,
+        )
+        job_file = run.root / f"evaluation-job-{part}.json"
+        write_json(job_file, {**vars(job), "evaluation": config.evaluation.model_dump(mode="json")})
+        commands.append([sys.executable, "-m", "dflash_core.decoding.evaluate", str(job_file)])
+    printed = await _run_children(commands, stop)
+    if printed is None:
         return None
-    value = json.loads(out.splitlines()[-1])
-    return AcceptanceReport(
-        **{**value, "acceptance_by_slot": tuple(value["acceptance_by_slot"]), "divergences": tuple(value["divergences"])}
-    )
+    results = [result for text in printed for result in read_measured(text)]
+    return summarise(results, draft_tokens=config.drafter.block_size - 1)
 
 
-async def _run_child(command: list[str], stop: anyio.Event) -> str | None:
-    """Standard output of a child process; None (and the child killed) when `stop` is set. Raises RuntimeError when it fails."""
-    result = None
+async def _run_children(commands: list[list[str]], stop: anyio.Event) -> list[str] | None:
+    """Standard output of each process, run side by side; None (and all killed) when `stop` is set. Raises RuntimeError on failure."""
+    done: dict[int, subprocess.CompletedProcess[bytes]] = {}
     async with anyio.create_task_group() as group:
 
         async def cancel_on_stop() -> None:
             await stop.wait()
             group.cancel_scope.cancel()
 
+        async def run_one(number: int) -> None:
+            done[number] = await anyio.run_process(commands[number], check=False)
+            if len(done) == len(commands) or done[number].returncode != 0:
+                group.cancel_scope.cancel()
+
         group.start_soon(cancel_on_stop)
-        result = await anyio.run_process(command, check=False)
-        group.cancel_scope.cancel()
-    if result is None:
+        for number in range(len(commands)):
+            group.start_soon(run_one, number)
+    for number, result in done.items():
+        if result.returncode != 0:
+            command, reason = " ".join(commands[number]), result.stderr.decode()[-4000:]
+            raise RuntimeError(f"{command} failed with exit code {result.returncode}:\n{reason}")
+    if len(done) < len(commands):
         return None
-    if result.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed with exit code {result.returncode}:\n{result.stderr.decode()[-4000:]}")
-    return result.stdout.decode()
+    return [done[number].stdout.decode() for number in range(len(commands))]
 
 
 def write_report(config: Config, run: RunDirectory, acceptance: AcceptanceReport) -> dict[str, Any]:

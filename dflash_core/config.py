@@ -113,6 +113,7 @@ class EvaluationConfig(Section):
 
     prompts: str = Field(description='JSONL file, one object a line: {"turns": ["..."]}.')
     num_prompts: Count | None = Field(None, description="None: all of the file.")
+    processes: Count = Field(1, description="Fresh processes that share the prompts; each loads the target.")
     max_new_tokens: Count = 256
     dtype: Dtype = Field("bfloat16", description="Precision of the target while decoding; losslessness is exact in float32.")
     ngram_order: Annotated[int, Field(ge=2)] = 3
@@ -122,7 +123,9 @@ class Places(Section):
     """Directories and addresses: the only section that the environment may set (DFLASH_RUNS, DFLASH_MLFLOW_URI)."""
 
     runs: str = Field("runs", description="Directory of all run directories.")
-    mlflow_uri: str | None = Field(None, description="MLflow tracking address; unset: sqlite in <runs>/mlflow.db; none: no tracking.")
+    mlflow_uri: str | None = Field(
+        None, description="MLflow tracking address; unset: sqlite in <runs>/mlflow.db; none: no tracking."
+    )
 
 
 class Config(Section):

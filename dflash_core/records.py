@@ -191,7 +191,7 @@ class AcceptanceReport:
     acceptance_by_slot: tuple[float, ...]  # [S-1] accepted / offered, not conditional
     lossless_exact: int
     lossless_checked: int
-    divergences: tuple[dict[str, Any], ...]  # {prompt, position, margin}
+    divergences: tuple[dict[str, Any], ...]  # {prompt, turn, position, margin, tie}
     speedup: float
     target_tokens_per_second: float
     drafted_tokens_per_second: float

@@ -40,6 +40,7 @@ class EvaluationJob:
     attention: str
     device: str
     evaluation: EvaluationConfig
+    part: int = 0  # of evaluation.processes: takes every so-manieth prompt
 
 
 def read_prompts(path: str) -> list[list[str]]:
@@ -65,6 +66,8 @@ def read_prompts(path: str) -> list[list[str]]:
 class Measured:
     """One request, decoded four ways."""
 
+    prompt: int  # number in the prompt file
+    turn: int
     target: Generation
     margins: list[float]
     drafted: Generation
@@ -72,8 +75,8 @@ class Measured:
     zero_features: Generation
 
 
-def measure(job: EvaluationJob) -> AcceptanceReport:
-    """Decodes every prompt turn by turn; later turns follow the target's own answers."""
+def measure(job: EvaluationJob) -> list[Measured]:
+    """Decodes the job's prompts turn by turn; later turns follow the target's own answers."""
     if job.device == "cpu":
         torch.set_num_threads(1)
     evaluation = job.evaluation
@@ -90,10 +93,11 @@ def measure(job: EvaluationJob) -> AcceptanceReport:
     stop_ids = frozenset(facts.eos_ids)
     width = len(shape.target_layer_ids) * shape.hidden_size
     results: list[Measured] = []
-    for turns in read_prompts(evaluation.prompts)[: evaluation.num_prompts]:
+    prompts = list(enumerate(read_prompts(evaluation.prompts)[: evaluation.num_prompts]))
+    for number, turns in prompts[job.part :: evaluation.processes]:
         messages: list[dict[str, Any]] = []
-        for turn in turns:
-            messages.append({"role": "user", "content": turn})
+        for turn, question in enumerate(turns):
+            messages.append({"role": "user", "content": question})
             text = render(tokenizer, messages, tools=None, generation_prompt=True)
             prompt = tokenizer.encode(text, add_special_tokens=False)
             room = facts.max_positions - len(prompt) - shape.block_size
@@ -106,6 +110,8 @@ def measure(job: EvaluationJob) -> AcceptanceReport:
             nothing = torch.zeros(1, len(prompt) + len(alone.tokens), width, device=job.device)
             results.append(
                 Measured(
+                    prompt=number,
+                    turn=turn,
                     target=alone,
                     margins=margins,
                     drafted=speculate(target, draft, prompt, max_new_tokens=limit, stop_ids=stop_ids),
@@ -115,7 +121,19 @@ def measure(job: EvaluationJob) -> AcceptanceReport:
             )
             answer = [token for token in alone.tokens if token not in stop_ids]
             messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
-    return summarise(results, draft_tokens=shape.block_size - 1)
+    return results
+
+
+def read_measured(printed: str) -> list[Measured]:
+    """What a fresh process printed, as records again."""
+
+    def record(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return Generation(**{key: tuple(part) if isinstance(part, list) else part for key, part in value.items()})
+
+    rows = json.loads(printed.splitlines()[-1])
+    return [Measured(**{key: record(part) for key, part in row.items()}) for row in rows]
 
 
 def acceptance_length(generations: Sequence[Generation]) -> float:
@@ -160,21 +178,21 @@ def by_slot(generations: Sequence[Generation], draft_tokens: int) -> tuple[float
 
 
 def _divergences(results: list[Measured]) -> Iterator[dict[str, Any]]:
-    for number, result in enumerate(results):
+    for result in sorted(results, key=lambda result: (result.prompt, result.turn)):
         alone, drafted = result.target.tokens, result.drafted.tokens
         if alone != drafted:
             place = next(
                 (i for i, (a, b) in enumerate(zip(alone, drafted, strict=False)) if a != b), min(len(alone), len(drafted))
             )
             margin = result.margins[place] if place < len(result.margins) else 0.0
-            yield {"prompt": number, "position": place, "margin": margin, "tie": margin < TIE_MARGIN}
+            yield {"prompt": result.prompt, "turn": result.turn, "position": place, "margin": margin, "tie": margin < TIE_MARGIN}
 
 
 def main(job_file: str) -> None:
-    """Reads an EvaluationJob, writes the report to standard output as one JSON line."""
+    """Reads an EvaluationJob, writes what was measured to standard output as one JSON line."""
     value = json.loads(Path(job_file).read_text(encoding="utf-8"))
     job = EvaluationJob(**{**value, "evaluation": EvaluationConfig(**value["evaluation"])})
-    print(json.dumps(dataclasses.asdict(measure(job))))
+    print(json.dumps([dataclasses.asdict(result) for result in measure(job)]))
 
 
 if __name__ == "__main__":

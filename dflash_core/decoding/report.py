@@ -59,9 +59,15 @@ def report_markdown(report: dict[str, Any]) -> str:
         f"- conversations in {ledger['rows_in']}, kept {ledger['kept']}, cut {ledger['cut']}, dropped {ledger['dropped'] or 'none'}"
     ]
     if report["divergences"]:
-        lines += ["", "## Differences from the target alone", "", "| request | token | top-2 margin | tie |", "|---|---|---|---|"]
         lines += [
-            f"| {d['prompt']} | {d['position']} | {d['margin']:.2e} | {'yes' if d['tie'] else 'NO'} |"
+            "",
+            "## Differences from the target alone",
+            "",
+            "| prompt | turn | token | top-2 margin | tie |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {d['prompt']} | {d['turn']} | {d['position']} | {d['margin']:.2e} | {'yes' if d['tie'] else 'NO'} |"
             for d in report["divergences"]
         ]
     return "\n".join(lines) + "\n"

@@ -15,13 +15,14 @@ from dflash_core.decoding.evaluate import (
     by_slot,
     main,
     measure,
+    read_measured,
     read_prompts,
     summarise,
 )
 from dflash_core.decoding.export import write_export
 from dflash_core.decoding.report import report_markdown
 from dflash_core.modeling.drafter import new_drafter
-from dflash_core.records import AcceptanceReport, Generation
+from dflash_core.records import Generation
 from dflash_core.rundir import open_run
 from tests.fakes import make_config, make_shape, save_target
 
@@ -52,6 +53,8 @@ def test_a_drafter_that_is_always_right_has_rates_of_one() -> None:
 
 def measured(target: tuple[int, ...], drafted: tuple[int, ...], margins: list[float], **changes: Any) -> Measured:
     parts = {
+        "prompt": 0,
+        "turn": 0,
         "target": generation(tokens=target, seconds=2.0),
         "margins": margins,
         "drafted": generation((2, 0), (3, 3), tokens=drafted, seconds=1.0),
@@ -65,8 +68,8 @@ def test_the_report_is_the_sum_of_its_requests() -> None:
     same, tie = (5, 6, 7, 8), (5, 6, 9, 9)
     results = [
         measured(same, same, [1.0] * 4),
-        measured(same, tie, [1.0, 1.0, 5e-5, 1.0]),
-        measured(same, (5, 6), [1.0, 1.0, 0.5, 1.0]),
+        measured(same, (5, 6), [1.0, 1.0, 0.5, 1.0], prompt=2),
+        measured(same, tie, [1.0, 1.0, 5e-5, 1.0], prompt=1, turn=1),
     ]
     report = summarise(results, draft_tokens=3)
     assert (report.prompts, report.rounds, report.tokens) == (3, 6, 10)
@@ -74,8 +77,8 @@ def test_the_report_is_the_sum_of_its_requests() -> None:
     assert report.acceptance_by_slot == (0.5, 0.5, 0.0)
     assert (report.lossless_exact, report.lossless_checked) == (1, 3)
     assert report.divergences == (
-        {"prompt": 1, "position": 2, "margin": 5e-5, "tie": True},
-        {"prompt": 2, "position": 2, "margin": 0.5, "tie": False},
+        {"prompt": 1, "turn": 1, "position": 2, "margin": 5e-5, "tie": True},
+        {"prompt": 2, "turn": 0, "position": 2, "margin": 0.5, "tie": False},
     )
     assert report.target_tokens_per_second == 12 / 6
     assert report.drafted_tokens_per_second == 10 / 3
@@ -135,7 +138,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
 
 
 def test_an_untrained_drafter_is_lossless_and_worth_nothing(job: EvaluationJob) -> None:
-    report = measure(job)
+    report = summarise(measure(job), draft_tokens=3)
     assert (report.prompts, report.lossless_exact, report.lossless_checked) == (3, 3, 3)  # two turns of the second prompt
     assert report.divergences == ()
     assert report.tokens == 3 * 12
@@ -146,14 +149,20 @@ def test_an_untrained_drafter_is_lossless_and_worth_nothing(job: EvaluationJob) 
     assert len(report.acceptance_by_slot) == 3
 
 
-def test_the_child_prints_the_report_as_one_line(job: EvaluationJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "job.json"
-    value = {**vars(job), "evaluation": job.evaluation.model_dump(mode="json")}
-    file.write_text(json.dumps(value))
-    main(str(file))
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert printed.keys() == {field.name for field in dataclasses.fields(AcceptanceReport)}
-    assert printed["lossless_checked"] == 3
+def test_children_share_the_prompts(job: EvaluationJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What two processes print is, put together, what one measures: every turn of every prompt once, times apart."""
+    results = []
+    for part in (0, 1):
+        evaluation = job.evaluation.model_copy(update={"processes": 2}).model_dump(mode="json")
+        file = tmp_path / f"job-{part}.json"
+        file.write_text(json.dumps({**vars(job), "evaluation": evaluation, "part": part}))
+        main(str(file))
+        results += read_measured("a line of something else\n" + capsys.readouterr().out)
+    whole = measure(job)
+    assert [(result.prompt, result.turn) for result in results] == [(0, 0), (1, 0), (1, 1)]
+    assert [result.drafted.tokens for result in results] == [result.drafted.tokens for result in whole]
+    assert [result.ngram.accepted for result in results] == [result.ngram.accepted for result in whole]
+    assert [result.margins for result in results] == [result.margins for result in whole]
 
 
 def test_a_prompt_without_room_is_refused(job: EvaluationJob, tmp_path: Path) -> None:
@@ -195,6 +204,6 @@ def test_the_written_report_shows_every_number() -> None:
         "| tap | 1 | 9 | 1.0 | 2.0 | 3.0 |",
         "1,234 rows, 56,789 tokens",
         "{'no stop': 1}",
-        "| 0 | 1 | 1.00e-06 | yes |",
+        "| 0 | 0 | 1 | 1.00e-06 | yes |",
     ):
         assert piece in text, piece
