@@ -14,6 +14,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,8 +121,17 @@ def read_command_line(name: str, purpose: str, *, fresh: bool = False, arguments
     return Command(path=path, overrides={key: dig(dumped, key) for key in values}, fresh=is_fresh, config=resolved.config)
 
 
-def run_flow(flow: Callable[..., Coroutine[Any, Any, Any]], command: Command, **parameters: Any) -> NoReturn:
-    """Checks the config, runs the flow in this process and ends it with an exit code."""
+def run_flow(
+    flow: Callable[..., Coroutine[Any, Any, Any]],
+    command: Command,
+    *,
+    beside: Callable[[Config], None] = lambda config: None,
+    **parameters: Any,
+) -> NoReturn:
+    """Checks the config, runs the flow in this process and ends it with an exit code.
+
+    `beside` is slow preparation that can be done while Prefect's local server starts.
+    """
     import anyio
     from prefect.exceptions import CancelledRun
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
@@ -133,7 +143,10 @@ def run_flow(flow: Callable[..., Coroutine[Any, Any, Any]], command: Command, **
     signal.signal(signal.SIGTERM, _leave)
     try:
         load_core()[0].check(command.config)
-        _start_local_server()
+        with ThreadPoolExecutor(1) as other:
+            started = other.submit(_start_local_server)
+            beside(command.config)
+            started.result()
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):  # nobody watches, and its end takes a second
             anyio.run(partial(flow, config=command.path, overrides=command.overrides, **parameters))
     except CancelledRun as stopped:

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,6 +70,21 @@ class NoTracker:
 
     def close(self, status: str) -> None:
         """Nothing."""
+
+
+def open_store(config: Config) -> None:
+    """Imports MLflow and makes the tables of a new local store, seconds of work that else compete with the first steps.
+
+    What goes wrong here goes wrong again in the tracker, which tells it.
+    """
+    uri = tracking_uri(config)
+    if uri is not None and uri.startswith("sqlite:"):
+        client = connect(uri)
+        from mlflow.exceptions import MlflowException
+
+        with suppress(MlflowException, OSError):
+            Path(config.places.runs).mkdir(parents=True, exist_ok=True)
+            experiment_id(client, uri, config)
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from flows.mlflow_run import tracking_uri
 from flows.prepare import prepare_shards, undone_if_bad
 from flows.running import Stopped, in_thread, load_core, stop_requests, stopped_state
 from flows.settings import QUICKSTART, load_config
-from flows.tracking import Tracker, tracking
+from flows.tracking import Tracker, open_store, tracking
 
 
 @task(cache_policy=NO_CACHE)
@@ -100,4 +100,4 @@ async def train(config: str = QUICKSTART, overrides: dict[str, Any] | None = Non
 
 
 if __name__ == "__main__":
-    run_flow(train, COMMAND, fresh=COMMAND.fresh)
+    run_flow(train, COMMAND, beside=open_store, fresh=COMMAND.fresh)

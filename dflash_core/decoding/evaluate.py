@@ -130,7 +130,8 @@ def read_measured(printed: str) -> list[Measured]:
     def record(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return Generation(**{key: tuple(part) if isinstance(part, list) else part for key, part in value.items()})
+        parts: dict[str, Any] = {key: tuple(part) if isinstance(part, list) else part for key, part in value.items()}
+        return Generation(**parts)
 
     rows = json.loads(printed.splitlines()[-1])
     return [Measured(**{key: record(part) for key, part in row.items()}) for row in rows]
