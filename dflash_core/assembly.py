@@ -134,7 +134,7 @@ async def train(
     config: Config, run: RunDirectory, stop: anyio.Event, on_step: Callable[[StepMetrics, int], None], *, imports_s: float = 0.0
 ) -> TrainResult:
     """Trains to the end or to a stop request, resuming from the newest checkpoint. `on_step(metrics, total_steps)` after each step."""
-    lap = _Lap({"imports": imports_s})
+    lap = _Lap({"imports": round(imports_s, 3)})
     clean(run.checkpoints)
     manifest = read_manifest(run.shards)
     if manifest is None:
