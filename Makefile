@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart install test test-slow test-serving test-gpu lint clean
+.PHONY: quickstart deploy up down install test test-slow test-serving test-gpu lint clean
 
 quickstart: install
 	$(BIN)/python -m flows.train --config configs/quickstart.yaml
@@ -14,13 +14,13 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 
 install: $(VENV)/.installed
 
-# torch first and pinned: where the index has a CPU build of that version, it is taken and satisfies the rest. Then the pins as
-# they are, and last what this Python still lacks: a fifth faster than resolving. --no-compile: modules are compiled on import.
+# The pins as they are (torch, which is as large as the rest, beside them), and last what this platform still lacks: three times
+# faster than resolving. Where the index has a CPU build of that torch, it is taken. --no-compile: modules are compiled on import.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) "$(shell grep '^torch==' constraints.txt)"
-	sed '/^# development/,$$d' constraints.txt > $(VENV)/pins.txt
-	$(PIP) --no-deps --requirement $(VENV)/pins.txt
+	sed '/^# development/,$$d; /^torch==/d' constraints.txt > $(VENV)/pins.txt
+	$(PIP) --no-deps "$(shell grep '^torch==' constraints.txt)" & torch=$$!; \
+	  $(PIP) --no-deps --requirement $(VENV)/pins.txt || { kill $$torch; exit 1; }; wait $$torch
 	$(PIP) --editable .
 	touch $@
 
@@ -34,7 +34,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 test: lint
-	$(PYTEST) -m "not slow and not serving and not gpu"
+	$(PYTEST) -m "not slow and not serving and not gpu" --numprocesses 2 --dist loadfile
 
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow
@@ -44,6 +44,18 @@ test-serving: $(VENV)/.installed-dev
 
 test-gpu: $(VENV)/.installed-dev
 	$(PYTEST) -m gpu
+
+# On the server of PREFECT_API_URL: work pool, queues, automations, deployments. KIND: process, docker or kubernetes.
+KIND ?= process
+deploy: $(VENV)/.installed
+	PREFECT=$(BIN)/prefect infra/deploy $(KIND)
+
+# Prefect, MLflow, an S3 store and a worker as processes of this machine; .local/ keeps their data.
+up: $(VENV)/.installed-dev
+	BIN=$(BIN) infra/local up
+
+down:
+	BIN=$(BIN) infra/local down
 
 clean:
 	rm -rf $(VENV) runs

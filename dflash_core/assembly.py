@@ -1,11 +1,12 @@
 """The composition root: every part is built from Config here and fitted to the others. Read this first.
 
     check    config against the target, before anything heavy           -> DrafterShape
-    tokenize, shard   conversations -> token rows -> shards/             -> Manifest
+    prepare  conversations -> token rows -> shards/                      -> Manifest     (preparation.py)
     train    shards -> pipeline -> checkpoints/, metrics.jsonl           -> TrainResult
     export   newest checkpoint -> export/                                -> path
-    evaluate export, decoded in a fresh process                          -> AcceptanceReport
+    evaluate export, decoded in fresh processes                          -> AcceptanceReport    (measurement.py)
     report   everything above -> report.json, report.md
+    judge    export beside the drafter in use -> gates                   -> Decision
 
 All of it is plain Python without Prefect or MLflow; `flows` calls these functions in this order.
 """
@@ -13,197 +14,208 @@ All of it is plain Python without Prefect or MLflow; `flows` calls these functio
 import dataclasses
 import json
 import logging
-import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
+import torch
 
-from dflash_core.config import Config, batch_bytes, fingerprint, resolve, total_steps
-from dflash_core.data import tokenization
-from dflash_core.data.batches import assemble, count_batches, plan
-from dflash_core.data.shards import (
-    TokenDataset,
-    check_shards,
-    file_sha256,
-    read_manifest,
-    read_stream,
-    write_shards,
-    write_stream,
-)
-from dflash_core.decoding.evaluate import EvaluationJob, read_measured, read_prompts, summarise
+from dflash_core import opening, preparation
+from dflash_core.config import Config
+from dflash_core.data.batches import BufferPool, assemble, prefetched
+from dflash_core.data.plan import lay_out, limit_lengths, plan, share_of_rank
+from dflash_core.data.prompts import read_prompt_sets
+from dflash_core.data.reader import TokenDataset
 from dflash_core.decoding.export import write_export
-from dflash_core.decoding.report import report_markdown
+from dflash_core.files import write_json
+from dflash_core.measurement import evaluate as evaluate
+from dflash_core.measurement import judge as judge
+from dflash_core.measurement import lineage as lineage
+from dflash_core.measurement import measure_endpoint as measure_endpoint
+from dflash_core.measurement import write_report as write_report
+from dflash_core.modeling.attention import check_backend
+from dflash_core.modeling.census import read_census
 from dflash_core.modeling.drafter import new_drafter
-from dflash_core.modeling.target import TapReplica, choose_attention, load_ends, read_facts
-from dflash_core.records import AcceptanceReport, DrafterShape, Manifest, StepMetrics, TargetFacts, TrainResult, TrainState
+from dflash_core.modeling.target import TapReplica, check_padding, choose_attention, load_ends, read_facts
+from dflash_core.planning import cost
+from dflash_core.records import Batch, DrafterShape, StepMetrics, TappedBatch, TargetFacts, TrainResult, TrainState
 from dflash_core.rundir import RunDirectory, config_fingerprint
-from dflash_core.training.checkpoint import clean, environment, latest, load_checkpoint, save_checkpoint
-from dflash_core.training.metrics import MetricsFile, StageClock, bottleneck, write_json, write_timeline
-from dflash_core.training.pipeline import STAGES, Limits, Outcome, Work, run_pipeline
+from dflash_core.sizes import batch_bytes, devices_of_rank, needs_teacher, resolve, total_steps
+from dflash_core.training.checkpoint import clean, environment, latest, load_checkpoint, prune, save_checkpoint
+from dflash_core.training.gang import Gang
+from dflash_core.training.metrics import MetricsFile
+from dflash_core.training.observation import Observation, bottleneck, observe
+from dflash_core.training.pipeline import run_pipeline
+from dflash_core.training.timeline import write_timeline
 from dflash_core.training.trainer import Trainer
+from dflash_core.training.transfer import Carrier
+from dflash_core.training.work import STAGES, Limits, Outcome, Work
 
 LOG = logging.getLogger(__name__)
+NOTHING = torch.zeros(0)  # hidden states of a micro-batch without rows
 
 
 def check(config: Config) -> tuple[TargetFacts, DrafterShape]:
     """Everything that can be wrong and can be seen without weights. Raises ValueError."""
-    if not Path(config.data.conversations).is_file():
-        raise ValueError(f"data.conversations {config.data.conversations!r}: no such file")
-    read_prompts(config.evaluation.prompts)
-    for device in (*config.pipeline.targets, config.pipeline.drafter):
-        choose_attention(config.target.attention, device)
+    preparation.check(config)
+    read_prompt_sets(config.evaluation)
+    for rank in range(config.pipeline.ranks):
+        pipeline = devices_of_rank(config.pipeline, rank)
+        for device in (*pipeline.targets, pipeline.drafter):
+            check_device(device)
+            choose_attention(config.target.attention, device)
+    check_backend(config.training.attention, config.pipeline.drafter)
     facts = read_facts(config.target.path)
     return facts, resolve(config, facts)
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
-
-
-def data_ingredients(config: Config) -> dict[str, Any]:
-    """Everything that decides the rows of the shards; the fingerprint is its hash."""
-    from importlib.metadata import version
-
-    code = sorted((Path(__file__).parent / "data").glob("*.py"))
-    facts = read_facts(config.target.path)
-    return {
-        "conversations": file_sha256(Path(config.data.conversations)),
-        "tokenizer": {file.name: file_sha256(file) for file in tokenization.tokenizer_files(config.target.path)},
-        "target": {"path": config.target.path, "stop_ids": list(facts.eos_ids), "vocab_size": facts.vocab_size},
-        "data": config.data.model_dump(mode="json", exclude={"conversations"}),
-        "code": fingerprint([file_sha256(file) for file in code]),
-        "versions": {name: version(name) for name in ("tokenizers", "transformers", "jinja2")},
-    }
-
-
-def prepared(config: Config, run: RunDirectory) -> Manifest | None:
-    """The manifest of the run's shards if they are complete and made from exactly these inputs."""
-    manifest = read_manifest(run.shards)
-    if manifest is None or manifest.fingerprint != fingerprint(data_ingredients(config)):
-        return None
-    check_shards(run.shards, manifest)
-    return manifest
-
-
-def tokenize(config: Config, run: RunDirectory) -> dict[str, Any]:
-    """Conversations into one Arrow file of token rows beside the shards: {"rows": path, "ledger": {}, "ingredients": {}}."""
-    ingredients = data_ingredients(config)  # before anything is read: a file changed meanwhile must not pass for read
-    facts = read_facts(config.target.path)
-    tokenizer = tokenization.load_tokenizer(config.target.path)
-    ledger = tokenization.Ledger()
-    rows = tokenization.tokenize(config.data, tokenizer, frozenset(facts.eos_ids), facts.vocab_size, ledger)
-    path = run.root / "rows.arrow"
-    try:
-        write_stream(path, rows)
-        tokenization.check_kept(ledger, config.data.min_kept)
-    except ValueError:
-        path.unlink(missing_ok=True)
-        path.with_name(path.name + ".partial").unlink(missing_ok=True)
-        raise
-    return {"rows": str(path), "ledger": ledger.as_dict(), "ingredients": ingredients}
-
-
-def shard(config: Config, run: RunDirectory, tokenized: dict[str, Any]) -> Manifest:
-    """The token rows as a shard directory; an older one, made from other inputs, is replaced."""
-    old = run.root / "shards.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if run.shards.exists():
-        os.rename(run.shards, old)
-    manifest = write_shards(
-        run.shards,
-        read_stream(Path(tokenized["rows"])),
-        shard_tokens=config.data.shard_tokens,
-        fingerprint=fingerprint(tokenized["ingredients"]),
-        ingredients=tokenized["ingredients"],
-        ledger=tokenized["ledger"],
-    )
-    shutil.rmtree(old, ignore_errors=True)
-    Path(tokenized["rows"]).unlink()
-    return manifest
+def check_device(name: str) -> None:
+    """Raises ValueError unless `name` is "cpu" or a CUDA device of this machine, as "cuda:0"."""
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not (kind == "cuda" and number.isdecimal())):
+        raise ValueError(f"pipeline: device {name!r} is not known; write cpu or cuda:0")
+    if kind == "cuda" and int(number or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"pipeline: device {name!r}: this machine has {count} CUDA devices, numbered from 0")
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
 async def train(
-    config: Config, run: RunDirectory, stop: anyio.Event, on_step: Callable[[StepMetrics, int], None], *, imports_s: float = 0.0
+    config: Config,
+    run: RunDirectory,
+    stop: anyio.Event,
+    on_step: Callable[[StepMetrics, int], None],
+    *,
+    imports_s: float = 0.0,
+    gang: Gang | None = None,
 ) -> TrainResult:
-    """Trains to the end or to a stop request, resuming from the newest checkpoint. `on_step(metrics, total_steps)` after each step."""
-    lap = _Lap({"imports": round(imports_s, 3)})
-    clean(run.checkpoints)
-    manifest = read_manifest(run.shards)
-    if manifest is None:
-        raise ValueError(f"{run.shards}: no complete shards; run preparation first")
-    check_shards(run.shards, manifest)
-    dataset = TokenDataset(run.shards)
-    lap("open")
-    facts = read_facts(config.target.path)
-    shape = resolve(config, facts)
-    steps = _total_steps(config, dataset)
-    lap("plan")
-    trainer = _trainer(config, shape, steps)
-    depends_on = {"config_fingerprint": config_fingerprint(config), "data_fingerprint": manifest.fingerprint}
-    departures = _resume(trainer, run, depends_on)
-    first = trainer.position
-    replicas = [_replica(config, shape, device) for device in config.pipeline.targets]
-    lap("model")
+    """Trains to the end or to a stop request, resuming from the newest checkpoint. `on_step(metrics, total_steps)` after each step.
 
-    metrics_file = MetricsFile(run.metrics, trainer.step)
+    `gang`: the ranks that do so together, of which this is one; rank 0 writes the run's files, others their own under ranks/.
+    """
+    lap = _Lap({"imports": round(imports_s, 3)})
+    facts = read_facts(config.target.path)
+    with opening.open_data(config, run, vocab_size=facts.vocab_size) as dataset:
+        lap("open")
+        return await _train_on(dataset, config, run, facts, stop, on_step, lap, gang or Gang())
+
+
+async def _train_on(
+    dataset: TokenDataset,
+    config: Config,
+    run: RunDirectory,
+    facts: TargetFacts,
+    stop: anyio.Event,
+    on_step: Callable[[StepMetrics, int], None],
+    lap: "_Lap",
+    gang: Gang,
+) -> TrainResult:
+    if gang.rank == 0:
+        clean(run.checkpoints)
+    pipeline_of_rank = devices_of_rank(config.pipeline, gang.rank)
+    config = config.model_copy(update={"pipeline": pipeline_of_rank})
+    own = run.of_rank(gang.rank)
+    shape = resolve(config, facts)
+    lengths = limit_lengths(dataset.lengths, most=config.data.max_length, too_long=config.training.too_long)
+    layout = lay_out(lengths, dataset.supervised, training=config.training)
+    steps = total_steps(config.training, config.training.epochs * layout.micro_batches)
+    lap("plan")
+    trainer = _trainer(config, shape, steps, gang)
+    depends_on = {"config_fingerprint": config_fingerprint(config), "data_fingerprint": dataset.manifest().fingerprint}
+    departures = _resume(trainer, run, depends_on, gang.size)
+    first = trainer.position
+    targets = _Targets(config, shape)
+    check_padding(targets.replicas[0], config.training, max_length=config.data.max_length, vocab_size=shape.vocab_size)
+    lap("model")
+    cuda = any(device.startswith("cuda") for device in config.pipeline.targets)
+    pool = BufferPool(tokens=config.training.tokens_per_batch, pinned=cuda)
+
+    observation, outcome = observe(STAGES, total_steps=steps, **_flops(config, shape, lengths)), Outcome()
+    metrics_file = MetricsFile(own.metrics, trainer.step)
 
     def log(metrics: StepMetrics) -> None:
+        metrics = dataclasses.replace(metrics, observed=observation.sample(metrics))
         metrics_file.write(metrics)
         on_step(metrics, steps)
 
     def save(state: TrainState) -> None:
-        save_checkpoint(run.checkpoints, state, depends_on=depends_on)
+        if gang.rank == 0:
+            save_checkpoint(run.checkpoints, state, depends_on=depends_on, ranks=gang.size)
+            prune(run.checkpoints, keep=config.pipeline.keep_checkpoints)
 
+    batches = plan(
+        layout,
+        seed=config.seed,
+        epochs=config.training.epochs,
+        bytes_per_token=batch_bytes(shape, 1, config.target.dtype, teacher=needs_teacher(config.training)),
+        position=first,
+    )
+    if gang.size > 1:
+        share = config.training.accumulate // gang.size
+        batches = share_of_rank(batches, rank=gang.rank, ranks=gang.size, accumulate=share, first=first)
     work = Work(
-        plan=plan(
-            dataset.lengths,
-            dataset.supervised,
-            seed=config.seed,
-            training=config.training,
-            bytes_per_token=batch_bytes(shape, 1, config.target.dtype),
-            position=first,
-        ),
+        plan=prefetched(batches, dataset),
         first=first,
-        read=lambda planned: assemble(planned, dataset),
-        taps=tuple(replica.tap for replica in replicas),
+        read=lambda planned: assemble(planned, dataset, lengths=lengths, pool=pool),
+        taps=tuple(partial(targets.tap, number) for number in targets.replicas),
+        rebuild=targets.rebuild,
         trainer=trainer,
         log=log,
         save=save,
     )
-    limits = Limits(
-        readers=config.pipeline.readers,
-        ahead_bytes=config.pipeline.ahead_bytes,
-        checkpoint_every=config.training.checkpoint_every,
-        stop_deadline_s=config.pipeline.stop_deadline_s,
-        stall_s=config.pipeline.stall_s,
-    )
-    started = time.perf_counter()
-    clocks = {name: StageClock(name, started) for name in STAGES}
-    before = dict(trainer.counters)
     try:
-        outcome = await run_pipeline(work, limits, clocks, stop)
+        await run_pipeline(work, _limits(config, gang), observation, stop, outcome)
+    except Exception as error:
+        error.add_note(f"micro-batches of this process: {_ledger(trainer, outcome)}")
+        raise
     finally:
         metrics_file.close()
-        write_timeline(run.timeline, list(clocks.values()))
+        write_timeline(own.timeline, observation.clocks.values())
     lap.seconds["first_batch"] = round(outcome.first_batch_s, 3)
-    result = _result(config, run, trainer, outcome, clocks, lap.seconds, before, departures)
-    write_json(run.training, dataclasses.asdict(result))
+    lost = {"steps": metrics_file.lost_steps, "tokens": metrics_file.lost_tokens}
+    pipeline = {**observation.summary(), "lost_at_restart": lost, **_saves_and_failures(outcome)}
+    ledger = _ledger(trainer, outcome)
+    result = _result(config, own, trainer, outcome, observation, lap.seconds, pipeline, ledger, departures)
+    write_json(own.training, dataclasses.asdict(result))
     return result
 
 
-def _total_steps(config: Config, dataset: TokenDataset) -> int:
-    training = config.training
-    enough = training.max_steps * training.accumulate if training.max_steps else None
-    count = count_batches(dataset.lengths, dataset.supervised, seed=config.seed, training=training, enough=enough)
-    return total_steps(training, count)
+class _Targets:
+    """The target replicas of this rank by number, and the way of their hidden states to the drafter's device."""
+
+    def __init__(self, config: Config, shape: DrafterShape) -> None:
+        self._config, self._shape = config, shape
+        self.replicas = {number: _replica(config, shape, device) for number, device in enumerate(config.pipeline.targets)}
+        self._carriers = [Carrier(device, config.pipeline.drafter) for device in config.pipeline.targets]
+
+    def tap(self, number: int, batch: Batch) -> TappedBatch:
+        """Hidden states from replica `number`, on the drafter's device."""
+        if not batch.plan.rows:
+            return TappedBatch(batch=batch, target_hidden=NOTHING)
+        return self._carriers[number](lambda: self.replicas[number].tap(batch))
+
+    def rebuild(self, number: int) -> None:
+        """Loads replica `number` anew."""
+        self.replicas.pop(number, None)  # the new one needs its room
+        self.replicas[number] = _replica(self._config, self._shape, self._config.pipeline.targets[number])
+
+
+def _limits(config: Config, gang: Gang) -> Limits:
+    return Limits(
+        readers=config.pipeline.readers,
+        ahead_bytes=config.pipeline.ahead_bytes,
+        checkpoint_every=config.training.checkpoint_every if gang.rank == 0 else sys.maxsize,
+        stop_deadline_s=config.pipeline.stop_deadline_s,
+        stall_s=config.pipeline.stall_s,
+        first_batch_s=config.pipeline.first_batch_s,
+        rebuilds=config.pipeline.rebuilds,
+    )
 
 
 class _Lap:
@@ -219,10 +231,23 @@ class _Lap:
         self._last = now
 
 
-def _trainer(config: Config, shape: DrafterShape, steps: int) -> Trainer:
+def _flops(config: Config, shape: DrafterShape, lengths: np.ndarray) -> dict[str, Any]:
+    """What the model FLOP utilisation needs, where the peak of the devices is given."""
+    if config.pipeline.peak_tflops is None:
+        return {}
+    mean = float(lengths.mean()) if len(lengths) else 1.0
+    costs = cost(config, shape, read_census(config.target.path), row_tokens=mean, anchors=config.training.anchors_per_row)
+    devices = len({*config.pipeline.targets, config.pipeline.drafter})
+    return {
+        "peak_flops": devices * config.pipeline.peak_tflops * 1e12,
+        "step_flops": partial(costs.of_step, block_size=shape.block_size),
+    }
+
+
+def _trainer(config: Config, shape: DrafterShape, steps: int, gang: Gang) -> Trainer:
     device = config.pipeline.drafter
     ends = load_ends(config.target.path, dtype="float32", device=device, attention=config.target.attention)
-    return Trainer(new_drafter(shape, config.seed), ends, config, total_steps=steps, device=device)
+    return Trainer(new_drafter(shape, config.seed), ends, config, total_steps=steps, device=device, gang=gang)
 
 
 def _replica(config: Config, shape: DrafterShape, device: str) -> TapReplica:
@@ -232,10 +257,12 @@ def _replica(config: Config, shape: DrafterShape, device: str) -> TapReplica:
         dtype=config.target.dtype,
         device=device,
         attention=config.target.attention,
+        packed=config.training.batching == "packed",
+        teacher=needs_teacher(config.training),
     )
 
 
-def _resume(trainer: Trainer, run: RunDirectory, depends_on: dict[str, Any]) -> tuple[str, ...]:
+def _resume(trainer: Trainer, run: RunDirectory, depends_on: dict[str, Any], ranks: int) -> tuple[str, ...]:
     """Puts the trainer where the newest checkpoint stands; returns what keeps the rest from being bit-identical."""
     path = latest(run.checkpoints)
     if path is None:
@@ -244,7 +271,7 @@ def _resume(trainer: Trainer, run: RunDirectory, depends_on: dict[str, Any]) -> 
     if stored["depends_on"] != depends_on:
         raise ValueError(f"{path} was made with {stored['depends_on']}, this run has {depends_on}; --fresh starts anew")
     trainer.restore(state)
-    now = environment()
+    now = environment(ranks=ranks)
     changed = tuple(
         f"{key}: {stored['environment'].get(key)} -> {now[key]}" for key in now if stored["environment"].get(key) != now[key]
     )
@@ -258,15 +285,17 @@ def _result(
     run: RunDirectory,
     trainer: Trainer,
     outcome: Outcome,
-    clocks: dict[str, StageClock],
+    observation: Observation,
     startup_s: dict[str, float],
-    before: dict[str, int],
+    pipeline: dict[str, Any],
+    ledger: dict[str, Any],
     departures: tuple[str, ...],
 ) -> TrainResult:
-    stages = {name: clock.as_dict() for name, clock in clocks.items()}
+    stages = {name: clock.as_dict() for name, clock in observation.clocks.items()}
     rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     tokens, seconds = sum(row["tokens"] for row in rows), sum(row["seconds"] for row in rows)
     checkpoint = latest(run.checkpoints)
+    each = observation.sums["tokens"] / max(1, observation.clocks["train"].items)
     return TrainResult(
         stopped=outcome.stopped,
         saved=outcome.saved,
@@ -277,26 +306,29 @@ def _result(
         tokens_per_second=round(tokens / seconds, 1) if seconds else 0.0,
         startup_s=startup_s,
         stages=stages,
-        bottleneck=bottleneck(stages),
-        ledger=_ledger(trainer, outcome, before),
-        departures=departures,
+        bottleneck=bottleneck(stages, tokens=each, anchors=config.training.anchors_per_row),
+        pipeline=pipeline,
+        ledger=ledger,
+        departures=departures + trainer.departures,
     )
 
 
-def _ledger(trainer: Trainer, outcome: Outcome, before: dict[str, int]) -> dict[str, Any]:
+def _saves_and_failures(outcome: Outcome) -> dict[str, Any]:
+    seconds = {"clone_s": round(outcome.clone_s, 3), "longest_save_s": round(outcome.save_s, 3)}
+    counts = {"saves": outcome.saves, "saves_left_out": outcome.saves_left_out}
+    return {**counts, **seconds, "replica_failures": outcome.failures, "replica_rebuilds": outcome.rebuilds}
+
+
+def _ledger(trainer: Trainer, outcome: Outcome) -> dict[str, Any]:
     """Micro-batches of this process, counted by the pipeline on one side and by the trainer on the other."""
-    applied = trainer.counters["applied"] - before.get("applied", 0)
-    skipped = {
-        name.removeprefix("skipped: "): count - before.get(name, 0)
-        for name, count in trainer.counters.items()
-        if name.startswith("skipped: ")
-    }
+    applied = trainer.ledger["applied"]
+    skipped = {name.removeprefix("skipped: "): count for name, count in trainer.ledger.items() if name.startswith("skipped: ")}
     returned = outcome.issued - outcome.consumed + trainer.open_micro_batches
     assert outcome.issued == applied + sum(skipped.values()) + returned, (outcome, applied, skipped, returned)
     return {"issued": outcome.issued, "applied": applied, "skipped": skipped, "returned": returned}
 
 
-# ---- export, evaluation, report --------------------------------------------------------------------------------------
+# ---- export ----------------------------------------------------------------------------------------------------------
 
 
 def export(config: Config, run: RunDirectory) -> Path:
@@ -307,82 +339,3 @@ def export(config: Config, run: RunDirectory) -> Path:
     state, _ = load_checkpoint(path)
     shape = resolve(config, read_facts(config.target.path))
     return write_export(run.export, state.weights, shape, target=config.target.path)
-
-
-async def evaluate(config: Config, run: RunDirectory, stop: anyio.Event) -> AcceptanceReport | None:
-    """Acceptance of the exported drafter, measured by fresh processes; None when a stop request came first."""
-    commands = []
-    for part in range(config.evaluation.processes):
-        job = EvaluationJob(
-            export=str(run.export),
-            shards=str(run.shards),
-            target=config.target.path,
-            attention=config.target.attention,
-            device=config.pipeline.drafter,
-            evaluation=config.evaluation,
-            part=part,
-        )
-        job_file = run.root / f"evaluation-job-{part}.json"
-        write_json(job_file, {**vars(job), "evaluation": config.evaluation.model_dump(mode="json")})
-        commands.append([sys.executable, "-m", "dflash_core.decoding.evaluate", str(job_file)])
-    printed = await _run_children(commands, stop)
-    if printed is None:
-        return None
-    results = [result for text in printed for result in read_measured(text)]
-    return summarise(results, draft_tokens=config.drafter.block_size - 1)
-
-
-async def _run_children(commands: list[list[str]], stop: anyio.Event) -> list[str] | None:
-    """Standard output of each process, run side by side; None (and all killed) when `stop` is set. Raises RuntimeError on failure."""
-    done: dict[int, subprocess.CompletedProcess[bytes]] = {}
-    async with anyio.create_task_group() as group:
-
-        async def cancel_on_stop() -> None:
-            await stop.wait()
-            group.cancel_scope.cancel()
-
-        async def run_one(number: int) -> None:
-            done[number] = await anyio.run_process(commands[number], check=False)
-            if len(done) == len(commands) or done[number].returncode != 0:
-                group.cancel_scope.cancel()
-
-        group.start_soon(cancel_on_stop)
-        for number in range(len(commands)):
-            group.start_soon(run_one, number)
-    for number, result in done.items():
-        if result.returncode != 0:
-            command, reason = " ".join(commands[number]), result.stderr.decode()[-4000:]
-            raise RuntimeError(f"{command} failed with exit code {result.returncode}:\n{reason}")
-    if len(done) < len(commands):
-        return None
-    return [done[number].stdout.decode() for number in range(len(commands))]
-
-
-def write_report(config: Config, run: RunDirectory, acceptance: AcceptanceReport) -> dict[str, Any]:
-    """report.json and report.md; returns what report.json holds."""
-    training = json.loads(run.training.read_text(encoding="utf-8"))
-    manifest = read_manifest(run.shards)
-    assert manifest is not None
-    report = {
-        "name": config.name,
-        "config_fingerprint": config_fingerprint(config),
-        "data_fingerprint": manifest.fingerprint,
-        **dataclasses.asdict(acceptance),
-        "lossless": f"{acceptance.lossless_exact} / {acceptance.lossless_checked}",
-        "data": {
-            "rows": manifest.rows,
-            "tokens": manifest.tokens,
-            "supervised": manifest.supervised,
-            "shards": len(manifest.shards),
-        },
-        "training": {key: training[key] for key in ("step", "total_steps", "tokens", "checkpoint", "departures")},
-        "tokens_per_second": training["tokens_per_second"],
-        "startup_s": training["startup_s"],
-        "stages": training["stages"],
-        "bottleneck": training["bottleneck"],
-        "ledger": {"conversations": manifest.ledger, "micro_batches": training["ledger"]},
-        "export": str(run.export),
-    }
-    run.report_text.write_text(report_markdown(report), encoding="utf-8")
-    write_json(run.report, report)
-    return report

@@ -14,11 +14,22 @@ if TYPE_CHECKING:  # config imports this module, and `--help` must not wait for 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """One chat: `Conversation(id="q1", messages=[{"role": "user", "content": "Hi"}, ...], tools=None)`."""
+    """One chat: `Conversation(id="q1", messages=[{"role": "user", "content": "Hi"}, ...], tools=None)`.
+
+    An assistant message may carry `token_ids`, the ids that the target generated for it, stop token included. A row that came
+    as text or as tokens has no messages, but `text`, or `input_ids` and `loss_mask`.
+    """
 
     id: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    source: str = ""  # the file or data set it came from
+    content_hash: str = ""  # sha256 of what it says: equal ids with other content are other rows
+    validation: bool = False  # which side of the split
+    thinking: bool | None = None  # the template's enable_thinking for this row; None: the run's
+    text: str | None = None
+    input_ids: list[int] | None = None  # [T]
+    loss_mask: list[int] | None = None  # [T]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +49,8 @@ class ShardFile:
     rows: int
     tokens: int
     supervised: int
+    max_id: int  # largest token id
+    places: tuple[int, ...]  # of its one record batch in the file: data.mapped.BatchPlaces
     bytes: int
     sha256: str
 
@@ -120,6 +133,8 @@ class TappedBatch:
 
     batch: Batch
     target_hidden: Tensor  # [B, T, K*H]
+    last_hidden: Tensor | None = None  # [B, T, H] after the final norm, where the loss compares with the target's distribution
+    split: bool = False  # tapped in two halves, memory being short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +170,7 @@ class StepMetrics:
     gradient_norm: float
     applied: bool  # False: the gradient was not finite, weights are unchanged
     seconds: float  # wall time since the previous step, of the first one since its first micro-batch came
+    observed: dict[str, float] = field(default_factory=dict)  # how the pipeline stood: Observation.sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,25 +192,124 @@ class Generation:
     accepted: tuple[int, ...]  # draft tokens accepted in each verify round
     drafted: tuple[int, ...]  # draft tokens offered in each verify round
     seconds: float
+    margins: tuple[float, ...] = ()  # how far another token was, at each of `tokens`
+    undrafted: int = 0  # rounds in which the drafter could not draft; they are in neither list above
+    draft_seconds: float = 0.0  # of `seconds`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One request, decoded in several ways by one process."""
+
+    prompt_set: str
+    prompt: int  # number in its set
+    turn: int
+    context: int  # tokens of the prompt
+    target: Generation
+    drafted: Generation
+    ngram: Generation
+    zero_features: Generation
+    simulated: Generation  # teacher-forced: a block after every token of the target's text, not only where rounds begin
+    champion: Generation | None = None  # the drafter in use, where one is compared with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """What one or several processes measured."""
+
+    results: list[Measured]
+    counts: dict[str, dict[str, int]]  # by prompt set: what happened that should be known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A measured value and its bootstrap 95 % interval over prompts."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextRange:
+    """The verify rounds that began behind `start` to `end` - 1 tokens of text."""
+
+    start: int
+    end: int
+    rounds: int
+    acceptance_length: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceReport:
-    """Measured acceptance of an exported drafter; lengths count the target's own bonus token."""
+    """Measured acceptance of an exported drafter; lengths count the target's own bonus token. A ratio without a count is 0."""
 
-    prompts: int
+    prompts: int  # requests: every turn of every prompt
     rounds: int
     tokens: int
     acceptance_length: float
+    acceptance_interval: Estimate | None  # None: not one verify round
+    acceptance_by_prompt: Estimate | None  # each prompt's own length, averaged over prompts
+    acceptance_length_simulated: float
     acceptance_length_ngram: float
     acceptance_length_zero_features: float
     acceptance_by_slot: tuple[float, ...]  # [S-1] accepted / offered, not conditional
+    acceptance_by_slot_conditional: tuple[float, ...]  # [S-1] accepted / offered where all before were accepted
+    histogram: tuple[int, ...]  # [S] rounds that committed 1, 2, ... S tokens
+    by_context: tuple[ContextRange, ...]
     lossless_exact: int
     lossless_checked: int
-    divergences: tuple[dict[str, Any], ...]  # {prompt, turn, position, margin, tie}
+    divergences: tuple[dict[str, Any], ...]  # {prompt_set, prompt, turn, position, margin, tie}
     speedup: float
+    speedup_interval: Estimate | None  # paired: both ways of decoding a prompt are drawn together
     target_tokens_per_second: float
     drafted_tokens_per_second: float
+    draft_share: float  # of the time of decoding with drafts; the rest verifies
+    counts: dict[str, int]  # what happened that should be known, by name; empty where nothing did
+    sets: dict[str, AcceptanceReport]  # the same of each prompt set; empty in those
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedReport:
+    """One prompt set, measured on a server by its own counters."""
+
+    prompt_set: str
+    model: str
+    source: str  # counters, or a gauge of the last rounds
+    requests: int
+    tokens: int
+    rounds: int  # 0 where the server does not count them
+    acceptance_interval: Estimate | None  # with the bonus token; None: no round
+    acceptance_by_slot: tuple[float, ...]  # accepted / drafts, not conditional; empty where the server does not say
+    seconds_median: float  # of a request, from asking to its last token
+    seconds_p95: float
+    tokens_per_second_of_a_request: float
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Acceptance length of a candidate minus that of the champion on the same prompts."""
+
+    difference: Estimate | None  # mean over the prompt sets; None: not one prompt with verify rounds of both
+    by_set: dict[str, Estimate]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """One condition of a promotion."""
+
+    name: str
+    passed: bool
+    reason: str  # what was found, and what is asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Whether a drafter replaces the one in use."""
+
+    promoted: bool
+    gates: tuple[Gate, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,5 +337,6 @@ class TrainResult:
     startup_s: dict[str, float]  # imports, open, plan, model, first_batch
     stages: dict[str, dict[str, Any]]
     bottleneck: str
+    pipeline: dict[str, Any]  # rates, depths, failures, saves, what a restart lost: Observation.summary and more
     ledger: dict[str, Any]  # micro-batches: issued = applied + skipped + returned
     departures: tuple[str, ...]  # what keeps this run from being bit-identical to an uninterrupted one

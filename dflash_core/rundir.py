@@ -1,7 +1,8 @@
 """The directory of one run, and what running the same config again means.
 
-    runs/<name>/  run.json  shards/  checkpoints/step-00000123/  export/  metrics.jsonl  timeline.json  training.json
-                  report.json  report.md
+    runs/<name>/  run.json  shards/  validation/  data.png  preview.html  checkpoints/step-00000123/  export/
+                  metrics.jsonl  timeline.json  timeline.png  training.json  report.json  report.md
+                  acceptance.png  training.png
 
 new: nothing is there.  resume: the same experiment, not finished.  finished: report.json is there.  The same name with another
 experiment is an error that shows the difference. `fresh` sets the old directory aside and starts anew.
@@ -14,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dflash_core.config import Config, differences, experiment, fingerprint
+from dflash_core.files import beside, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +28,38 @@ class RunDirectory:
     root: Path
     state: Literal["new", "resume", "finished"]
 
+    def of_rank(self, rank: int) -> "RunDirectory":
+        """Where a rank writes what only it knows: rank 0 here, others under ranks/. The checkpoints are rank 0's."""
+        if rank == 0:
+            return self
+        root = self.root / "ranks" / str(rank)
+        root.mkdir(parents=True, exist_ok=True)
+        return RunDirectory(root=root, state=self.state)
+
     @property
     def shards(self) -> Path:
         return self.root / "shards"
 
     @property
+    def validation(self) -> Path:
+        return self.root / "validation"
+
+    @property
+    def preview(self) -> Path:
+        return self.root / "preview.html"
+
+    @property
+    def picture(self) -> Path:
+        return self.root / "data.png"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def index(self) -> Path:
+        """What was worked out about files of others that the run reads."""
+        return self.root / "index"
 
     @property
     def export(self) -> Path:
@@ -47,8 +74,20 @@ class RunDirectory:
         return self.root / "timeline.json"
 
     @property
+    def timeline_picture(self) -> Path:
+        return self.root / "timeline.png"
+
+    @property
     def training(self) -> Path:
         return self.root / "training.json"
+
+    @property
+    def acceptance_picture(self) -> Path:
+        return self.root / "acceptance.png"
+
+    @property
+    def training_picture(self) -> Path:
+        return self.root / "training.png"
 
     @property
     def report(self) -> Path:
@@ -64,10 +103,11 @@ def config_fingerprint(config: Config) -> str:
     return fingerprint(experiment(config))
 
 
-def open_run(config: Config, *, fresh: bool = False) -> RunDirectory:
-    """The run directory of `config`, created where it is new.
+def open_run(config: Config, *, fresh: bool = False, begin: bool = True) -> RunDirectory:
+    """The run directory of `config`, created where it is new and `begin` allows it.
 
-    Raises ValueError where the name belongs to another experiment, or `fresh` would move a run that is in use.
+    Raises ValueError where the name belongs to another experiment, no run is there that may not begin, or `fresh` would
+    move a run that is in use.
     """
     root = Path(config.places.runs).absolute() / config.name
     record = root / "run.json"
@@ -82,10 +122,12 @@ def open_run(config: Config, *, fresh: bool = False) -> RunDirectory:
                 f"Different (old -> new): {'; '.join(changed)}"
             )
         return RunDirectory(root=root, state="finished" if (root / "report.json").is_file() else "resume")
-    if root.is_dir() and any(path != _beside(record) for path in root.iterdir()):
+    if root.is_dir() and any(path.name not in (beside(record).name, "preview.html") for path in root.iterdir()):
         raise ValueError(f"{root} is not empty and no run of this tool (no run.json); choose another name")
+    if not begin:
+        raise ValueError(f"{root}: no such run; train first")
     root.mkdir(parents=True, exist_ok=True)
-    _write(record, {"experiment": experiment(config), "config_fingerprint": config_fingerprint(config)})
+    write_json(record, {"experiment": experiment(config), "config_fingerprint": config_fingerprint(config)})
     return RunDirectory(root=root, state="new")
 
 
@@ -95,15 +137,6 @@ def _set_aside(root: Path) -> None:
         number += 1
     with hold(RunDirectory(root=root, state="resume")):
         os.rename(root, aside)
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
-def _write(path: Path, value: Any) -> None:
-    _beside(path).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(_beside(path), path)
 
 
 @contextmanager

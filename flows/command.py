@@ -7,20 +7,22 @@ environment defaults set. Without PREFECT_API_URL the flow runs against Prefect'
 """
 
 import argparse
+import errno
 import os
 import shlex
+import shutil
 import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from dflash_core.config import Config
 from flows.settings import QUICKSTART, closest, config_yaml, dig, leaves, origin_comments, resolve
@@ -47,6 +49,7 @@ class Command:
     overrides: dict[str, Any]
     fresh: bool
     config: Config
+    options: dict[str, Any] = field(default_factory=dict)  # of one command alone
 
 
 class _Options(Config, BaseSettings):
@@ -68,13 +71,13 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(BAD_INPUT)
 
 
-def _parser(name: str, purpose: str, *, fresh: bool) -> _Parser:
+def _parser(name: str, purpose: str, *, fresh: bool, options: Mapping[str, Mapping[str, Any]]) -> _Parser:
     parser = _Parser(
         prog=f"python -m flows.{name}",
         usage="%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]",
         description=purpose,
         epilog=textwrap.fill(
-            "Layers: the file, then DFLASH_RUNS and DFLASH_MLFLOW_URI from the environment, then the options. `null` unsets "
+            "Layers: the file, then DFLASH_RUNS, DFLASH_CACHE and DFLASH_MLFLOW_URI from the environment, then the options. `null` unsets "
             "an optional value; lists are written 0,1,2. Exit codes: 0 done, 2 bad input, 3 stopped and resumable.",
             width=110,
         ),
@@ -85,13 +88,25 @@ def _parser(name: str, purpose: str, *, fresh: bool) -> _Parser:
     parser.add_argument("--print-config", action="store_true", help="show the resolved run as YAML and where values came from")
     if fresh:
         parser.add_argument("--fresh", action="store_true", help="set an older run of this name aside and start anew")
+    for option, described in options.items():
+        parser.add_argument(f"--{option}", **described)
     return parser
 
 
-def read_command_line(name: str, purpose: str, *, fresh: bool = False, arguments: Sequence[str] | None = None) -> Command:
-    """Parses `python -m flows.<name> ...`; ends the process after --help, --print-config and bad input."""
-    parser = _parser(name, purpose, fresh=fresh)
-    options: CliSettingsSource[Any] = CliSettingsSource(
+def read_command_line(
+    name: str,
+    purpose: str,
+    *,
+    fresh: bool = False,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> Command:
+    """Parses `python -m flows.<name> ...`; ends the process after --help, --print-config and bad input.
+
+    `options` are those of this command alone: {"preview": {"type": int, "help": "..."}}, as argparse takes them.
+    """
+    parser = _parser(name, purpose, fresh=fresh, options=options or {})
+    settings: CliSettingsSource[Any] = CliSettingsSource(
         _Options,
         root_parser=parser,
         cli_avoid_json=True,
@@ -105,7 +120,11 @@ def read_command_line(name: str, purpose: str, *, fresh: bool = False, arguments
         fail(f"{unknown[0]}: unknown option{closest(unknown[0].split('=')[0], flags)}")
     own = vars(given)
     path, show, is_fresh = own.pop("config"), own.pop("print_config"), own.pop("fresh", False)
-    chosen = options(parsed_args=own)()
+    special = {option: own.pop(option.replace("-", "_")) for option in options or {}}
+    try:
+        chosen = settings(parsed_args=own)()
+    except SettingsError as error:
+        fail(f"{error}; a mapping is written KEY=VALUE, a list 0,1,2")
     values = {key: dig(chosen, key) for key in leaves(chosen)}
     try:
         resolved = resolve(path, values, "command line")
@@ -118,19 +137,22 @@ def read_command_line(name: str, purpose: str, *, fresh: bool = False, arguments
     for key, value in ENVIRONMENT_DEFAULTS.items():
         os.environ.setdefault(key, value)
     dumped = resolved.config.model_dump(mode="json")
-    return Command(path=path, overrides={key: dig(dumped, key) for key in values}, fresh=is_fresh, config=resolved.config)
+    overrides = {key: dig(dumped, key) for key in values}
+    return Command(path=path, overrides=overrides, fresh=is_fresh, config=resolved.config, options=special)
 
 
 def run_flow(
     flow: Callable[..., Coroutine[Any, Any, Any]],
     command: Command,
     *,
+    check: Callable[[Config], Any] | None = None,
     beside: Callable[[Config], None] = lambda config: None,
     **parameters: Any,
 ) -> NoReturn:
     """Checks the config, runs the flow in this process and ends it with an exit code.
 
-    `beside` is slow preparation that can be done while Prefect's local server starts.
+    `check` raises ValueError for bad input, by default for what training needs. `beside` is slow preparation that can be done
+    while Prefect's local server starts.
     """
     import anyio
     from prefect.exceptions import CancelledRun
@@ -142,7 +164,7 @@ def run_flow(
     console.attach()
     signal.signal(signal.SIGTERM, _leave)
     try:
-        load_core()[0].check(command.config)
+        (check or load_core()[0].check)(command.config)
         with ThreadPoolExecutor(1) as other:
             started = other.submit(_start_local_server)
             beside(command.config)
@@ -155,10 +177,20 @@ def run_flow(
         raise SystemExit(STOPPED) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except ValueError as error:
-        if not _is_ours(error):
-            raise
-        fail(str(error))
+    except (ValueError, OSError) as error:
+        fail(_bad_input(error, command.config))
+    raise SystemExit(DONE)
+
+
+def run_plain(work: Callable[[Config], None], command: Command) -> NoReturn:
+    """Work that is no flow, with the same exit codes: no server is started and nothing is recorded."""
+    from flows import console
+
+    console.attach()
+    try:
+        work(command.config)
+    except (ValueError, OSError) as error:
+        fail(_bad_input(error, command.config))
     raise SystemExit(DONE)
 
 
@@ -180,6 +212,20 @@ def _start_local_server() -> None:
         SubprocessASGIServer().start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _bad_input(error: ValueError | OSError, config: Config) -> str:
+    """What a user has to mend, in one line. Raises the error itself where it is none of that."""
+    if isinstance(error, OSError):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(error):
+            raise error
+        runs = Path(config.places.runs).absolute()
+        held = next(place for place in (runs, *runs.parents) if place.exists())
+        free = shutil.disk_usage(held).free
+        return f"no space left while writing; {runs} has {free:,} bytes free. Make room or set places.runs; what was finished is kept"
+    if not _is_ours(error):
+        raise error
+    return str(error)
 
 
 def _is_ours(error: ValueError) -> bool:

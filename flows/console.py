@@ -4,20 +4,26 @@ say, show_*  -> logger "flows" -> console (command line only) and Prefect's run 
 Progress     -> a bar on a terminal, else a line now and then
 """
 
+import itertools
 import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
-from dflash_core.decoding.report import DEFINITION, acceptance_rows
-from dflash_core.records import Manifest, StepMetrics
+from dflash_core.decoding.report import DEFINITION, INTERVALS, acceptance_rows, served_rows, set_rows
+from dflash_core.records import Decision, Manifest, StepMetrics
 from dflash_core.rundir import RunDirectory
+
+if TYPE_CHECKING:  # it imports pyarrow, and a deployment's flow must load at once
+    from dflash_core.data.preview import Look
 
 LOG = logging.getLogger("flows")
 LOG.setLevel(logging.INFO)
@@ -52,39 +58,76 @@ def say(line: str) -> None:
 
 
 def show_prepared(manifest: Manifest, run: RunDirectory, *, skipped: bool) -> None:
-    """Rows, tokens and what was left out."""
+    """Rows, tokens, how long and how much supervised they are, and what was left out."""
     ledger = manifest.ledger
     head = "preparation skipped: the shards are up to date" if skipped else "prepared"
     say(
         f"{head}: {manifest.rows:,} rows, {manifest.tokens:,} tokens ({manifest.supervised:,} supervised) in {_short(run.shards)}"
     )
-    say(f"  conversations: {ledger['rows_in']:,} in, {ledger['kept']:,} kept, {ledger['cut']:,} of them cut to length")
+    if ledger["validation_rows"]:
+        say(f"  held out for validation: {ledger['validation_rows']:,} rows in {_short(run.validation)}")
+    share = ledger["kept"] / ledger["rows_in"]
+    say(
+        f"  conversations: {ledger['rows_in']:,} in, {ledger['kept']:,} kept ({share:.1%}), {ledger['cut']:,} of them cut to length"
+    )
+    say(f"  masks proven by: {_counts(ledger['methods'])}")
     for reason, count in ledger["dropped"].items():
         say(f"  dropped: {count:,} x {reason}")
+    for reason, count in ledger["rows_dropped"].items():
+        say(f"  rows dropped from kept conversations: {count:,} x {reason}")
+    for note, count in ledger["notes"].items():
+        say(f"  noted: {count:,} x {note}")
+    length = ledger["statistics"]["length"]
+    held_out = ", validation included" if ledger["validation_rows"] else ""
+    say(f"  tokens a row{held_out}: " + ", ".join(f"{name} {value:,}" for name, value in length.items()))
+    bins = ledger["statistics"]["lengths"]
+    most = max(rows for _, _, rows in bins)
+    for low, high, rows in bins:
+        say(f"  {low:>8,} to {high - 1:>8,}  {rows:>9,}  {'#' * round(40 * rows / max(1, most))}")
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
-class Progress:
-    """Call it with every step, from any thread. Means are over the steps since the last display."""
+def show_preview(looks: Sequence["Look"], path: Path, dropped: dict[str, int]) -> None:
+    """Rows with their supervised tokens in colour, or in [[ ]] where there is none; long stretches are shortened."""
+    plain = _CONSOLE.color_system is None
+    for shown in looks:
+        text = Text()
+        for supervised, pieces in itertools.groupby(shown.pieces, key=lambda piece: piece.supervised):
+            colour = "green" if supervised else "dim"
+            text.append("[[" if plain and supervised else "")
+            for piece in pieces:
+                text.append(_shortened(piece.text), style=f"reverse {colour}" if piece.special else colour)
+            text.append("]]" if plain and supervised else "")
+        _CONSOLE.print(Text(shown.headline, style="bold red" if shown.dropped else "bold"))
+        _CONSOLE.print(text, end="\n\n")
+    for reason, count in dropped.items():
+        say(f"left out before tokenization: {count:,} x {reason}")
+    mark = "in [[ ]]" if plain else "green"
+    say(f"Supervised tokens, which the drafter learns to predict, are {mark}. The same as a page: {_short(path)}")
 
-    def __init__(self) -> None:
+
+def _shortened(text: str, *, most: int = 800) -> str:
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} ... {len(text) - most:,} characters ... {text[-most // 2 :]}"
+
+
+class _Live:
+    """A bar that is drawn while the block runs, on a terminal; elsewhere nothing is."""
+
+    def __init__(self, what: str, *columns: ProgressColumn, total: int | None, transient: bool = False) -> None:
         self._live = _CONSOLE.is_terminal
+        numbers = TextColumn("{task.fields[numbers]}")
         self._bar = Bar(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-            console=_CONSOLE,
+            TextColumn(what), BarColumn(), MofNCompleteColumn(), numbers, *columns, console=_CONSOLE, transient=transient
         )
-        self._task = self._bar.add_task("training", total=None, numbers="")
+        self._task = self._bar.add_task(what, total=total, numbers="")
         self._started = self._shown = time.monotonic()
-        self._tenth = 0
-        self._sums = _Sums()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
         if self._live:
             self._bar.start()
         return self
@@ -93,10 +136,92 @@ class Progress:
         if self._live:
             self._bar.stop()
 
+
+class RowProgress(_Live):
+    """Conversations tokenized so far; call it now and then. The line is for runs that take long enough to be watched."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__("tokenizing", total=total, transient=True)
+        self._total = total
+
+    def __call__(self, done: int) -> None:
+        """Shows how many are done, how fast, and how long the rest takes at that speed."""
+        now = time.monotonic()
+        rate = done / max(1e-9, now - self._started)
+        left = f"  {_duration((self._total - done) / rate)} left" if done else ""
+        numbers = f"{rate:,.0f} rows/s{left}"
+        if self._live:
+            self._bar.update(self._task, completed=done, numbers=numbers)
+        if now - self._shown >= LINE_EVERY_S:
+            LOG.info(f"tokenized {done:,}/{self._total:,}  {numbers}", extra={"on_console": not self._live})
+            self._shown = now
+
+
+# ---- regeneration ----------------------------------------------------------------------------------------------------
+
+
+class RegenerationProgress:
+    """Call it with where a regeneration stands, from any thread: rows, answers a second and what is left, now and then."""
+
+    def __init__(self) -> None:
+        self._started = self._shown = time.monotonic()
+        self._before = 0
+        self._tenth = -1
+
+    def __call__(self, progress: Any) -> None:
+        """Shows a line at the start, at each tenth, and when none came for a while."""
+        now = time.monotonic()
+        if self._tenth < 0:
+            self._started, self._before = now, progress.rows
+        tenth = 10 * (progress.rows_in - progress.left) // max(1, progress.rows_in)
+        wait = max(LINE_EVERY_S, 0.05 * (now - self._started))  # a long run writes fewer lines
+        if now - self._shown < (1.0 if tenth > self._tenth else wait) and progress.left and self._tenth >= 0:
+            return
+        self._shown, self._tenth = now, max(tenth, self._tenth)
+        text = f"answered {progress.rows:>{len(f'{progress.rows_in:,}')},}/{progress.rows_in:,}"
+        new, seconds = progress.rows - self._before, now - self._started
+        if new and seconds:
+            text += f"  {new / seconds:,.1f} rows/s  {progress.tokens / seconds:,.0f} tokens/s"
+            text += f"  {_duration(progress.left * seconds / new)} left" if progress.left else ""
+        if failures := sum(progress.failures.values()):
+            text += f"  requests sent again {failures:,}"
+        say(text)
+
+
+def show_regenerated(summary: dict[str, Any], next_command: str) -> None:
+    """Rows, how the answers ended, what has no row, and what to run next."""
+    counts = summary["conversations"]
+    say(f"regenerated: {counts['kept']:,} of {counts['rows_in']:,} conversations in {_short(Path(summary['output']))}")
+    if summary["before"]:
+        say(f"  answered by an earlier run: {summary['before']:,}")
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in summary["finish_reasons"].items())
+    say(f"  answers: {summary['turns']:,} ({reasons}), {summary['with_token_ids']:,} with token ids")
+    for reason, count in summary["ended"].items():
+        say(f"  ended early: {count:,} x {reason}")
+    for reason, count in counts["dropped"].items():
+        say(f"  no row: {count:,} x {reason}")
+    for reason, count in summary["failures"].items():
+        say(f"  sent again: {count:,} requests x {reason}")
+    say(f"next: {next_command}")
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+class Progress(_Live):
+    """Call it with every step, from any thread. Means are over the steps since the last display."""
+
+    def __init__(self) -> None:
+        super().__init__("training", TimeRemainingColumn(), total=None)
+        self.percent = 0.0
+        self._tenth = 0
+        self._sums = _Sums()
+
     def __call__(self, metrics: StepMetrics, total: int) -> None:
         """Takes one step in, and shows it when it is time."""
         now = time.monotonic()
         self._sums.add(metrics)
+        self.percent = 100 * metrics.step / total
         tenth = 10 * metrics.step // total
         wait = max(LINE_EVERY_S, 0.05 * (now - self._started))  # a long run writes fewer lines
         if self._live:
@@ -134,6 +259,10 @@ class _Sums:
             f"simulated acceptance {1 + self.accepted / max(1, self.drafts):.2f}",
             f"{self.tokens / self.seconds if self.seconds else 0:,.0f} tokens/s",
         ]
+        busy = {name: metrics.observed[f"{name}_busy"] for name in ("read", "tap", "train") if f"{name}_busy" in metrics.observed}
+        if busy:
+            busiest = max(busy, key=lambda name: busy[name])
+            parts.append(f"{busiest} busy {busy[busiest]:.0%}")
         if self.skipped:
             parts.append(f"skipped micro-batches {self.skipped}")
         return "  ".join(parts)
@@ -160,12 +289,41 @@ def show_report(report: dict[str, Any], run: RunDirectory, mlflow_uri: str | Non
     say(f"acceptance on {report['prompts']} held-out requests, {report['rounds']:,} verify rounds")
     for what, value in rows:
         say(f"  {what:<{width}}  {value}")
-    say(f"  ({DEFINITION})")
+    say(f"  ({DEFINITION} {INTERVALS})")
+    if len(report["sets"]) > 1:
+        for row in set_rows(report):
+            say("  " + "  ".join(f"{name} {value}" for name, value in row.items()))
+    for what, count in report["counts"].items():
+        say(f"  counted: {count:,} x {what}")
     say("")
     say(f"drafter for serving  {_short(run.export)}")
     say(f"report               {_short(run.report_text)}, {run.report.name}, {run.metrics.name}, {run.timeline.name}")
     for what, command in _pages(mlflow_uri):
         say(f"{what:<20} {command}")
+
+
+def show_served(served: list[dict[str, Any]], run: RunDirectory) -> None:
+    """A line for each prompt set that a server answered."""
+    say("")
+    for row in served_rows(served):
+        say("  ".join(f"{name} {value}" for name, value in row.items()))
+    say(f"({DEFINITION})")
+    say(f"report  {_short(run.root / 'served.md')}")
+
+
+def show_promotion(decision: Decision, model: str, *, version: str | None, champion: str | None) -> str:
+    """Every gate with what it found, and what became of the drafter; the same as Markdown."""
+    say("")
+    lines = ["| gate | | found |", "|---|---|---|"]
+    for gate in decision.gates:
+        passed = "passed" if gate.passed else "REFUSED"
+        say(f"  {gate.name:<10} {passed:<8} {gate.reason}")
+        lines.append(f"| {gate.name} | {passed} | {gate.reason} |")
+    verdict = "promoted" if decision.promoted else "refused"
+    kept = "; nothing was registered (dry run)" if version is None else f": version {version} of {model}"
+    before = f", compared with champion {champion}" if champion else ", no champion before"
+    say(f"{verdict}{kept}{before}")
+    return "\n".join([f"**{verdict}**{kept}{before}", "", *lines]) + "\n"
 
 
 def _pages(mlflow_uri: str | None) -> list[tuple[str, str]]:

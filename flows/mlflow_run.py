@@ -1,22 +1,22 @@
-"""What an MLflow run of ours is made of: its store, its parameters and tags, and the points of a step.
+"""What an MLflow run of ours is made of: its store, its parameters and tags.
 
 places.mlflow_uri --tracking_uri, connect--> client --experiment, find_run--> run
-Config --flat_params, tags-->                line of metrics.jsonl --step_points--> (name, value)
+Config --flat_params, tags--> what describes it
 """
 
 import logging
-import math
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from dflash_core.config import Config
 from dflash_core.decoding.report import DEFINITION
-from dflash_core.rundir import config_fingerprint
+from dflash_core.files import written_beside
+from dflash_core.rundir import RunDirectory, config_fingerprint
 
 EXPERIMENT = "dflash"
 PARAM_LENGTH = 6000  # MLflow's limit
@@ -27,30 +27,11 @@ ENVIRONMENT_DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-STEP_METRICS = (
-    "loss",
-    "accuracy",
-    "simulated_acceptance_length",
-    "tokens_per_second",
-    "learning_rate",
-    "gradient_norm",
-    "epoch",
-    "tokens",
-    "computed_tokens",
-    "blocks",
-    "seconds",
-)
-REPORT_METRICS = (
-    "acceptance_length",
-    "acceptance_length_ngram",
-    "acceptance_length_zero_features",
-    "lossless_exact",
-    "lossless_checked",
-    "speedup",
-    "target_tokens_per_second",
-    "drafted_tokens_per_second",
-    "tokens_per_second",
-)
+SECRET = re.compile(
+    r"(^|_)(password|passwd|secret|token|credentials?|(api|access|private|secret)_key)$"
+)  # names of what is never shown
+HIDDEN = "***"
+PACKAGES = ("torch", "transformers", "prefect", "mlflow")
 
 
 def tracking_uri(config: Config) -> str | None:
@@ -88,6 +69,17 @@ def find_run(client: Any, run_id: str) -> Any | None:
         raise
 
 
+def own_run(client: Any, uri: str, config: Config, run: RunDirectory) -> Any:
+    """The MLflow run of a run directory, made where it has none in this store; its id is kept in the directory."""
+    record = run.root / "mlflow_run.txt"
+    found = find_run(client, record.read_text(encoding="utf-8").strip()) if record.is_file() else None
+    if found is None:
+        found = client.create_run(experiment_id(client, uri, config), run_name=config.name)
+        with written_beside(record) as place:
+            place.write_text(found.info.run_id + "\n", encoding="utf-8")
+    return found
+
+
 def experiment_id(client: Any, uri: str, config: Config) -> str:
     """The experiment of all our runs, made where it is new; a local store keeps its artifacts beside the runs."""
     from mlflow.exceptions import MlflowException
@@ -106,8 +98,19 @@ def experiment_id(client: Any, uri: str, config: Config) -> str:
 
 
 def tags(config: Config) -> dict[str, str]:
-    """Identity of the experiment and of the code."""
-    found = {"config_fingerprint": config_fingerprint(config), "acceptance_length_definition": DEFINITION}
+    """Identity of the experiment, the code, the versions and devices, and the flow run that made it."""
+    from prefect.context import FlowRunContext  # not above: the settings, which --help waits for, import this module
+    from prefect.utilities.urls import url_for
+
+    found = {
+        "config_fingerprint": config_fingerprint(config),
+        "acceptance_length_definition": DEFINITION,
+        "devices": ", ".join((*config.pipeline.targets, config.pipeline.drafter)),
+        **{f"version.{package}": version(package) for package in PACKAGES},
+    }
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None:
+        found["prefect_flow_run"] = url_for("flow-run", obj_id=context.flow_run.id) or str(context.flow_run.id)
     root = Path(__file__).parent.parent
     git = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if git.returncode == 0:
@@ -132,19 +135,8 @@ def first_line(error: Exception) -> str:
     return shown((str(error).strip().splitlines() or [type(error).__name__])[0])[:300]
 
 
-def step_points(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """(name, value) of one line of metrics.jsonl."""
-    yield "step", row["step"]
-    for name in STEP_METRICS:
-        yield f"train/{name}", math.nan if row[name] is None else float(row[name])  # null: it was not finite
-    yield "train/skipped_micro_batches", float(sum(row["skipped"].values()))
-    for slot, (correct, counted) in enumerate(zip(row["correct"], row["counted"], strict=True)):
-        if counted:
-            yield f"train/accuracy_by_slot/{slot:02d}", correct / counted
-
-
 def flat_params(config: Config) -> dict[str, str]:
-    """Dotted keys and values as MLflow takes them; what is too long is cut with a mark."""
+    """Dotted keys and values as MLflow takes them; what is too long is cut with a mark, secrets are hidden by their names."""
     flat: dict[str, str] = {}
 
     def add(values: dict[str, Any], prefix: str) -> None:
@@ -152,7 +144,7 @@ def flat_params(config: Config) -> dict[str, str]:
             if isinstance(value, dict):
                 add(value, f"{prefix}{key}.")
             else:
-                text = str(value)
+                text = HIDDEN if SECRET.search(key) else str(value)
                 flat[prefix + key] = text if len(text) <= PARAM_LENGTH else text[: PARAM_LENGTH - len(TRIMMED)] + TRIMMED
 
     add(without_password(config).model_dump(mode="json"), "")

@@ -1,6 +1,6 @@
 """A run's settings: file, then the environment for `places`, then the command line -> `Config`.
 
-    configs/x.yaml  <  DFLASH_RUNS, DFLASH_MLFLOW_URI  <  --training.learning_rate 1e-3   (or a deployment's overrides)
+    configs/x.yaml  <  DFLASH_RUNS, DFLASH_CACHE, ...  <  --training.learning_rate 1e-3   (or a deployment's overrides)
 
 Every layer refuses keys it does not know. Nothing here imports torch, Prefect or MLflow, so `--help` answers at once.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -20,6 +20,8 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from dflash_core.config import Config, Places
 from dflash_core.rundir import config_fingerprint
+from flows.mlflow_run import shown
+from flows.parameters import given
 
 QUICKSTART = "configs/quickstart.yaml"
 ENVIRONMENT = "DFLASH_"
@@ -43,9 +45,9 @@ class _Environment(Places, BaseSettings):
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
-def load_config(path: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The run of `path` with dotted `overrides` such as {"training.learning_rate": 1e-3}. Raises ValueError, one line."""
-    return resolve(path, overrides or {}, "overrides").config
+def load_config(path: str, overrides: BaseModel | Mapping[str, Any] | None = None) -> Config:
+    """The run of `path` with a filled-in form or dotted keys such as {"training.learning_rate": 1e-3}. Raises ValueError, one line."""
+    return resolve(path, given(overrides), "overrides").config
 
 
 def resolve(path: str, overrides: Mapping[str, Any], source: str) -> Resolved:
@@ -140,19 +142,35 @@ def closest(key: str, known: set[str]) -> str:
     return f" (did you mean {match[0]}?)" if match else ""
 
 
+def _beside(place: tuple[int | str, ...], model: type[BaseModel] = Config) -> Iterator[str]:
+    """The keys that may stand where an unknown one does, lists walked through: data.conversations.0.wieght -> ...0.weight."""
+    for part in place[:-1]:
+        if isinstance(part, str):
+            model = next(_sections(model.model_fields[part].annotation))
+    yield from (".".join(map(str, (*place[:-1], name))) for name in model.model_fields)
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections(inner)
+
+
 def _explain(detail: ErrorDetails, origins: Mapping[str, str]) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     origin = next((origin for leaf, origin in origins.items() if leaf == key or leaf.startswith(key + ".")), None)
     origin = origin or next((origin for leaf, origin in origins.items() if key.startswith(leaf + ".")), None)
     where = f" ({origin})" if key and origin else ""
     if detail["type"] == "extra_forbidden":
-        return f"{key}: unknown key{where}{closest(key, set(known_keys()))}"
+        return f"{key}: unknown key{where}{closest(key, {*known_keys(), *_beside(detail['loc'])})}"
     message = detail["msg"].removeprefix("Value error, ")
     if not key:
         return message
     if detail["type"] == "missing":
         return f"{key}: not set; it has no default"
-    return f"{key} {detail['input']!r}{where}: {message[0].lower()}{message[1:]}"
+    value = "" if isinstance(detail["input"], dict | list | tuple) else f" {shown(repr(detail['input']))}"
+    return f"{key}{value}{where}: {message[0].lower()}{message[1:]}"
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------

@@ -18,14 +18,16 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from dflash_core.config import Config
-from dflash_core.rundir import RunDirectory, hold, open_run
-from flows import console
+from dflash_core.ranks import train_in_ranks
+from dflash_core.rundir import RunDirectory
+from flows import artifacts, console
 from flows.evaluate import evaluate_export, report
 from flows.mlflow_run import tracking_uri
-from flows.prepare import prepare_shards, undone_if_bad
-from flows.running import Stopped, in_thread, load_core, stop_requests, stopped_state
+from flows.parameters import UNCHANGED, Overrides, given
+from flows.prepare import prepare_shards
+from flows.running import RETRIES, Stopped, in_thread, load_core, opened, stop_requests, stopped_state
 from flows.settings import QUICKSTART, load_config
-from flows.tracking import Tracker, open_store, tracking
+from flows.tracking import Tracker, open_store, send_rest, tracking
 
 
 @task(cache_policy=NO_CACHE)
@@ -33,7 +35,11 @@ async def train_drafter(config: Config, run: RunDirectory, stop: anyio.Event) ->
     """The queue pipeline, from the newest checkpoint to the last step or a stop request."""
     core, imports_s = load_core()
     with console.Progress() as progress:
-        result = await core.train(config, run, stop, progress, imports_s=imports_s)
+        async with artifacts.following(lambda: progress.percent, "training"):
+            if config.pipeline.ranks > 1:
+                result = await train_in_ranks(config, run, stop, progress)
+            else:
+                result = await core.train(config, run, stop, progress, imports_s=imports_s)
     if result.stopped:
         kept = "" if result.saved else ", its state was not saved in time"
         raise Stopped(
@@ -42,7 +48,7 @@ async def train_drafter(config: Config, run: RunDirectory, stop: anyio.Event) ->
     return {"step": result.step, "checkpoint": result.checkpoint}
 
 
-@task(cache_policy=NO_CACHE)
+@task(cache_policy=NO_CACHE, **RETRIES)
 async def export_drafter(config: Config, run: RunDirectory, stop: anyio.Event) -> str:
     """The newest checkpoint as a directory that serving engines load."""
     core, _ = load_core()
@@ -50,14 +56,16 @@ async def export_drafter(config: Config, run: RunDirectory, stop: anyio.Event) -
 
 
 async def train_and_measure(
-    config: Config, run: RunDirectory, tracker: Tracker, stop: anyio.Event, *, trained: bool
-) -> dict[str, Any]:
-    """Every step after the preparation, in order; returns the report."""
+    config: Config, run: RunDirectory, tracker: Tracker, stop: anyio.Event, *, trained: bool, measure: bool
+) -> dict[str, Any] | None:
+    """Every step after the preparation, in order; returns the report, None where nothing is to be measured."""
     if trained:
         console.say(f"training skipped: done before, {run.training}")
     else:
         await train_drafter(config, run, stop)
     await export_drafter(config, run, stop)
+    if not measure:
+        return None
     acceptance = await evaluate_export(config, run, stop)
     return await report(config, run, acceptance, tracker, stop)
 
@@ -70,31 +78,38 @@ def _is_trained(run: RunDirectory) -> bool:
 
 
 @flow(name="train")
-async def train(config: str = QUICKSTART, overrides: dict[str, Any] | None = None, fresh: bool = False) -> dict[str, Any]:
+async def train(
+    config: str = QUICKSTART, overrides: Overrides = UNCHANGED, fresh: bool = False, measure: bool = True
+) -> dict[str, Any]:
     """Trains a drafter from conversations, exports it and measures its acceptance.
 
     Args:
         config: The run, a YAML file such as configs/quickstart.yaml.
-        overrides: Fields of the run to change, by dotted key: {"training.learning_rate": 0.001}.
+        overrides: Fields of the run to change, in their sections or by dotted key.
         fresh: Set an older run of this name aside and start anew.
+        measure: Measure the drafter; false leaves that to the evaluation which the event of its export starts.
     """
     settings = load_config(config, overrides)
     async with stop_requests() as stop:
         try:
-            core, _ = await in_thread(stop, load_core)
-            core.check(settings)
+            await in_thread(stop, load_core)
             uri = tracking_uri(settings)
-            run = open_run(settings, fresh=fresh)
-            with hold(run), undone_if_bad(run):
+            with opened(settings, fresh=fresh) as run:
                 if run.state == "finished":
                     console.say(f"finished before: {run.root}; --fresh starts anew")
                     value = json.loads(run.report.read_text(encoding="utf-8"))
+                    await send_rest(settings, run, value)
                 else:
                     trained = await prepare_shards(settings, run, stop) and _is_trained(run)
                     async with tracking(settings, run) as tracker:
-                        value = await train_and_measure(settings, run, tracker, stop, trained=trained)
+                        value = await train_and_measure(settings, run, tracker, stop, trained=trained, measure=measure)
         except Stopped as reason:
             return stopped_state(reason)
+    if run.state != "finished":  # the run is free again, for whoever acts on this
+        artifacts.announce(artifacts.EXPORTED, settings, run, path=config, overrides=given(overrides), measured=measure)
+    if value is None:
+        console.say(f"drafter for serving  {run.export}, not measured")
+        return {"export": str(run.export)}
     console.show_report(value, run, uri)
     return {"report": str(run.report), "export": str(run.export), "acceptance_length": value["acceptance_length"]}
 

@@ -139,7 +139,7 @@ def make_config(root: Path, target_path: Path | str, /, **sections: Any) -> Conf
         "places": {"runs": str(root / "runs")},
     }
     for key, value in sections.items():
-        values[key] = {**values[key], **value} if isinstance(value, dict) else value
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     return Config.model_validate(values)
 
 

@@ -1,247 +1,23 @@
-"""Preparation put together: what the fingerprint covers, what is skipped, and bad input that leaves nothing behind."""
+"""The composition root: what it refuses before anything is written."""
 
 import json
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from dflash_core import assembly
-from dflash_core.config import Config, fingerprint
-from dflash_core.data import shards
-from dflash_core.data.shards import TokenDataset, read_manifest
-from dflash_core.records import Manifest
+from dflash_core import assembly, preparation
+from dflash_core.config import Config
+from dflash_core.records import TrainResult
 from dflash_core.rundir import RunDirectory, open_run
-from tests.fakes import CHATML, IM_END, chats, make_config, make_tokenizer, save_target, write_jsonl
-
-
-def prepare(config: Config, run: RunDirectory) -> Manifest:
-    """What the flow does: skip what is there, else tokenize and shard."""
-    return assembly.prepared(config, run) or assembly.shard(config, run, assembly.tokenize(config, run))
-
-
-@pytest.fixture
-def target(tmp_path: Path, target_dir: Path) -> Path:
-    """A target of its own, that may be changed."""
-    return Path(shutil.copytree(target_dir, tmp_path / "target"))
-
-
-# ---- preparation ----------------------------------------------------------------------------------------------------
-
-
-def test_prepared_rows_are_the_conversations_with_supervised_answers(tmp_path: Path, target_dir: Path) -> None:
-    config = make_config(tmp_path, target_dir, data={"shard_tokens": 300, "max_length": 200})
-    run = open_run(config)
-    manifest = prepare(config, run)
-    dataset, tokenizer = TokenDataset(run.shards), make_tokenizer()
-    assert len(dataset) == manifest.rows == 24
-    assert len(manifest.shards) > 3
-    for i, chat in enumerate(chats(24)):
-        ids, mask = dataset.row(i)
-        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(chat["messages"], tokenize=False)
-        answers = "".join(m["content"] + "<|im_end|>" for m in chat["messages"] if m["role"] == "assistant")
-        assert tokenizer.decode(ids[mask == 1]) == answers
-    assert manifest.ledger == {"rows_in": 24, "kept": 24, "cut": 0, "dropped": {}}
-    assert manifest.fingerprint == fingerprint(manifest.ingredients) == fingerprint(assembly.data_ingredients(config))
-    assert sorted(path.name for path in run.root.iterdir()) == ["run.json", "shards"], "no working file is left"
-
-
-def test_the_second_preparation_does_nothing(tmp_path: Path, target_dir: Path) -> None:
-    config = make_config(tmp_path, target_dir)
-    run = open_run(config)
-    assert assembly.prepared(config, run) is None
-    manifest = prepare(config, run)
-    times = {path: path.stat().st_mtime_ns for path in run.shards.iterdir()}
-    assert assembly.prepared(config, run) == manifest
-    assert {path: path.stat().st_mtime_ns for path in run.shards.iterdir()} == times
-
-
-def rewrite_conversations(config: Config, target: Path) -> Config:
-    """Another text of the same size and time."""
-    path = Path(config.data.conversations)
-    before = path.stat()
-    text = path.read_text()
-    path.write_text(text.replace("heron", "horse"))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert path.read_text() != text
-    return config
-
-
-def rewrite(name: str, old: str, new: str) -> Callable[[Config, Path], Config]:
-    def change(config: Config, target: Path) -> Config:
-        text = (target / name).read_text()
-        assert old in text
-        (target / name).write_text(text.replace(old, new, 1))
-        return config
-
-    change.__name__ = f"{name}: {new}"
-    return change
-
-
-def with_data(**values: Any) -> Callable[[Config, Path], Config]:
-    def change(config: Config, target: Path) -> Config:
-        return config.model_copy(update={"data": config.data.model_copy(update=values)})
-
-    change.__name__ = str(values)
-    return change
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        rewrite_conversations,
-        rewrite("chat_template.jinja", "<|im_end|>", " <|im_end|>"),
-        rewrite("tokenizer.json", '"ignore_merges": false', '"ignore_merges": true'),
-        rewrite("tokenizer_config.json", '"pad_token": "<|endoftext|>"', '"pad_token": "<|MASK|>"'),
-        rewrite("config.json", f'"eos_token_id": {IM_END}', '"eos_token_id": [0, 2]'),
-        rewrite("generation_config.json", f'"eos_token_id": {IM_END}', '"eos_token_id": [0, 2]'),
-        with_data(max_length=100),
-        with_data(too_long="drop"),
-        with_data(shard_tokens=1000),
-    ],
-    ids=lambda change: change.__name__,
-)
-def test_whatever_decides_the_rows_changes_the_fingerprint(
-    tmp_path: Path, target: Path, change: Callable[[Config, Path], Config]
-) -> None:
-    config = make_config(tmp_path, target)
-    run = open_run(config)
-    old = prepare(config, run)
-    changed = change(config, target)
-    assert assembly.prepared(changed, run) is None
-    new = prepare(changed, run)
-    assert new.fingerprint != old.fingerprint
-    assert read_manifest(run.shards) == new
-    assert sorted(path.name for path in run.root.iterdir()) == ["run.json", "shards"], "the older shards are gone"
-    assert assembly.prepared(changed, run) == new
-
-
-def test_the_code_of_the_data_room_is_in_the_fingerprint(
-    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(tmp_path, target_dir)
-    copied = tmp_path / "code"
-    shutil.copytree(Path(assembly.__file__).parent / "data", copied / "data", ignore=shutil.ignore_patterns("__pycache__"))
-    here = assembly.data_ingredients(config)
-    monkeypatch.setattr(assembly, "__file__", str(copied / "assembly.py"))
-    assert assembly.data_ingredients(config) == here, "the same code elsewhere is the same code"
-    helper = copied / "data" / "tokenization.py"
-    helper.write_text(helper.read_text().replace("MIN_SUPERVISED = 2", "MIN_SUPERVISED = 3"))
-    changed = assembly.data_ingredients(config)
-    assert {key for key in here if here[key] != changed[key]} == {"code"}
-
-
-def test_what_does_not_decide_the_rows_keeps_the_shards(tmp_path: Path, target_dir: Path) -> None:
-    config = make_config(tmp_path, target_dir)
-    run = open_run(config)
-    manifest = prepare(config, run)
-    moved = shutil.copy(config.data.conversations, tmp_path / "moved.jsonl")
-    for other in (
-        make_config(tmp_path, target_dir, training={"learning_rate": 0.5, "epochs": 9}),
-        make_config(tmp_path, target_dir, evaluation={"max_new_tokens": 3}),
-        make_config(tmp_path, target_dir, drafter={"block_size": 7}, seed=8),
-        make_config(tmp_path, target_dir, pipeline={"readers": 3}),
-        make_config(tmp_path, target_dir, data={"conversations": str(moved)}),
-    ):
-        assert assembly.prepared(other, run) == manifest
-
-
-def test_a_file_changed_between_tokenizing_and_sharding_does_not_pass_for_read(tmp_path: Path, target: Path) -> None:
-    config = make_config(tmp_path, target)
-    run = open_run(config)
-    tokenized = assembly.tokenize(config, run)
-    rewrite_conversations(config, target)
-    assembly.shard(config, run, tokenized)
-    assert assembly.prepared(config, run) is None, "these shards hold the older text"
-
-
-def test_a_broken_shard_is_named_with_a_remedy_that_works(tmp_path: Path, target_dir: Path) -> None:
-    config = make_config(tmp_path, target_dir)
-    run = open_run(config)
-    manifest = prepare(config, run)
-    with open(run.shards / manifest.shards[0].name, "r+b") as file:
-        file.truncate(manifest.shards[0].bytes - 1)
-    with pytest.raises(ValueError, match=rf"{manifest.shards[0].name}: .*delete {run.shards} and run again"):
-        assembly.prepared(config, run)
-    shutil.rmtree(run.shards)
-    assert prepare(config, run) == manifest
-
-
-def test_an_interrupted_sharding_leaves_no_shards_and_the_next_run_makes_them(
-    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(tmp_path, target_dir, data={"shard_tokens": 300})
-    run = open_run(config)
-    tokenized = assembly.tokenize(config, run)
-    rows = shards.read_stream(Path(tokenized["rows"]))
-
-    def interrupted(path: Path) -> Any:
-        yield next(rows)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(assembly, "read_stream", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        assembly.shard(config, run, tokenized)
-    monkeypatch.undo()
-    assert not run.shards.exists()
-    assert assembly.prepared(config, run) is None
-    assert prepare(config, run).rows == 24
-    assert sorted(path.name for path in run.root.iterdir()) == ["run.json", "shards"]
-
-
-# ---- bad input ------------------------------------------------------------------------------------------------------
-
-USER_ONLY = {"messages": [{"role": "user", "content": "Hi"}]}
-UNKNOWN = {"messages": [{"role": "user", "content": "Hi"}, {"role": "heron_7b", "content": "Ho"}]}
-STOPLESS = CHATML.replace("<|im_end|>", "")
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([], "is empty: give at least one conversation"),
-        ([UNKNOWN], r"line 1: unknown role 'heron_7b'; known are"),
-        ([*chats(30), UNKNOWN], r"line 31: unknown role 'heron_7b'"),
-        ([USER_ONLY] * 4, r"only 0 of 4 conversations can be trained.*4 x no assistant turn"),
-        ([*chats(8), USER_ONLY, "oops"], r"only 8 of 10 .*min_kept is 90%.*1 x no assistant turn; 1 x broken JSON"),
-    ],
-)
-def test_bad_conversations_are_one_error_and_leave_nothing(tmp_path: Path, target_dir: Path, rows: list[Any], words: str) -> None:
-    write_jsonl(tmp_path / "conversations.jsonl", rows)
-    config = make_config(tmp_path, target_dir)
-    run = open_run(config)
-    with pytest.raises(ValueError, match=words):
-        prepare(config, run)
-    assert [path.name for path in run.root.iterdir()] == ["run.json"]
-
-
-def test_a_template_that_supervises_nothing_is_refused_with_the_reason(tmp_path: Path) -> None:
-    config = make_config(tmp_path, save_target(tmp_path / "target", template=STOPLESS))
-    run = open_run(config)
-    with pytest.raises(ValueError, match=r"only 0 of 24 .*24 x an assistant turn without a stop token"):
-        prepare(config, run)
-    assert [path.name for path in run.root.iterdir()] == ["run.json"]
-
-
-def test_a_failed_preparation_keeps_the_older_shards(tmp_path: Path, target: Path) -> None:
-    config = make_config(tmp_path, target)
-    run = open_run(config)
-    manifest = prepare(config, run)
-    write_jsonl(Path(config.data.conversations), [UNKNOWN])
-    with pytest.raises(ValueError, match="unknown role"):
-        prepare(config, run)
-    assert read_manifest(run.shards) == manifest
-    assert len(TokenDataset(run.shards)) == 24
+from tests.fakes import IM_END, make_config
 
 
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"data": {"conversations": "tarin.jsonl"}}, r"data\.conversations 'tarin\.jsonl': no such file"),
+        ({"data": {"conversations": "tarin.jsonl"}}, r"data\.conversations 'tarin\.jsonl': no such path"),
         ({"evaluation": {"prompts": "nowhere.jsonl"}}, r"evaluation\.prompts 'nowhere\.jsonl': no such file"),
         ({"target": {"path": "no_such_model"}}, r"target\.path 'no_such_model': no such directory"),
         ({"target": {"attention": "flash_attention_2"}}, r"flash_attention_2 needs CUDA"),
@@ -252,6 +28,9 @@ def test_a_failed_preparation_keeps_the_older_shards(tmp_path: Path, target: Pat
         ({"drafter": {"mask_token_id": 300}}, r"mask_token_id 300: outside the target's 300 embedding rows"),
         ({"drafter": {"mask_token_id": IM_END}}, r"mask_token_id 2 is the target's eos token"),
         ({"drafter": {"mask_token_id": 0}}, r"mask_token_id 0 is the target's pad token"),
+        ({"pipeline": {"targets": ["cpux"]}}, r"device 'cpux' is not known; write cpu or cuda:0"),
+        ({"pipeline": {"drafter": "cpu:1"}}, r"device 'cpu:1' is not known"),
+        ({"pipeline": {"targets": ["cpu", "cuda:99"]}}, r"device 'cuda:99': this machine has \d+ CUDA devices"),
         ({"pipeline": {"ahead_bytes": 1000}}, r"ahead_bytes 1000 is below 589824"),
         ({"data": {"max_length": 513}, "training": {"tokens_per_batch": 513}}, r"max_length 513 is above the target's 512"),
     ],
@@ -275,11 +54,51 @@ def test_check_gives_the_facts_and_the_drafters_sizes(tmp_path: Path, target_dir
     assert (shape.target_layer_ids, shape.block_size, shape.hidden_size) == ((0, 1, 2), 4, 32)
 
 
-def test_a_write_that_fails_on_the_disk_names_no_half_directory(tmp_path: Path, target_dir: Path) -> None:
-    """A run directory that cannot be written is an error before, not half a result after."""
-    config = make_config(tmp_path, target_dir)
+def prepared(config: Config) -> RunDirectory:
     run = open_run(config)
-    run.shards.with_name("shards.partial").write_text("a file where the writer wants a directory")
-    with pytest.raises(OSError, match=r"shards\.partial"):
-        prepare(config, run)
-    assert not run.shards.exists()
+    preparation.prepare(config, run)
+    return run
+
+
+def train(config: Config, run: RunDirectory) -> TrainResult:
+    async def main() -> TrainResult:
+        return await assembly.train(config, run, anyio.Event(), lambda metrics, total: None)
+
+    return anyio.run(main)
+
+
+def logged(run: RunDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+def test_a_packed_target_trains_the_same_drafter_from_the_same_plan(tmp_path: Path, target_dir: Path) -> None:
+    """The drafter sees rows in any case; only the target's rounding differs, and what it computes."""
+    losses = []
+    for batching in ("padded", "packed"):
+        config = make_config(tmp_path, target_dir, name=batching, training={"batching": batching, "epochs": 2})
+        run = prepared(config)
+        assert train(config, run).ledger["skipped"] == {}
+        losses.append([row["loss"] for row in logged(run)])
+    assert len(losses[0]) >= 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_equal_batching_computes_no_padding(tmp_path: Path, target_dir: Path) -> None:
+    config = make_config(tmp_path, target_dir, training={"batching": "equal"})
+    run = prepared(config)
+    result = train(config, run)
+    assert result.step == result.total_steps > 3
+    assert sum(row["rows"] for row in logged(run)) == 24
+    assert all(row["tokens"] == row["computed_tokens"] for row in logged(run))
+
+
+def test_rows_of_the_shards_above_max_length_are_refused_or_cut(tmp_path: Path, target_dir: Path) -> None:
+    run = prepared(make_config(tmp_path, target_dir))
+    shorter = {"data": {"max_length": 60}, "training": {"tokens_per_batch": 120, "anchors_per_batch": 32}}
+    with pytest.raises(ValueError, match=r"rows are longer than data\.max_length 60"):
+        train(make_config(tmp_path, target_dir, **shorter), run)
+    shorter["training"]["too_long"] = "cut"
+    train(make_config(tmp_path, target_dir, **shorter), run)
+    rows = logged(run)
+    assert sum(row["rows"] for row in rows) == 24
+    assert max(row["computed_tokens"] for row in rows) == 120

@@ -155,3 +155,11 @@ def test_a_run_can_be_held_again_after_it_was_let_go(config: Config) -> None:
     for _ in range(2):
         with hold(run), pytest.raises(ValueError, match="in use"), hold(run):
             pass
+
+
+def test_a_run_that_may_not_begin_leaves_nothing(config) -> None:
+    with pytest.raises(ValueError, match="no such run; train first"):
+        open_run(config, begin=False)
+    assert not Path(config.places.runs).exists()
+    open_run(config)
+    assert open_run(config, begin=False).state == "resume"

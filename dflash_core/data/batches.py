@@ -1,92 +1,81 @@
-"""Which rows form which micro-batch, and their assembly.
+"""Micro-batches from mapped rows, assembled in host memory that is used again.
 
-    lengths, supervised, seed, epoch --plan_epoch--> [PlannedBatch, ...]      pure: same input, same plan
-    PlannedBatch + TokenDataset --assemble--> Batch                            padded on the right
+    PlannedBatch --assemble--> Batch in buffers of the pool --read, tap, order, train--> nobody holds it: the buffers are free
 
-Rows are shuffled, sorted by length only inside windows, cut into micro-batches, and the micro-batches shuffled again: little
-padding, and an order that stays random.
+A buffer comes back when the last tensor over it dies, which is when the step has consumed the micro-batch; no stage has to
+say so, and one that keeps a batch too long costs a buffer, never a wrong token.
 """
 
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from dflash_core.config import TrainingConfig
-from dflash_core.data.shards import TokenDataset
+from dflash_core.data.reader import TokenDataset
 from dflash_core.records import Batch, PlannedBatch
 
-WINDOW = 1024  # rows sorted by length together
 
+class BufferPool:
+    """Host buffers for `tokens` padded tokens each; there are never more than micro-batches were alive at once.
 
-def row_groups(
-    lengths: np.ndarray, supervised: np.ndarray, *, seed: int, epoch: int, training: TrainingConfig
-) -> list[tuple[int, ...]]:
-    """Micro-batches of one epoch as row numbers; every row is in exactly one.
-
-    A micro-batch holds at most `tokens_per_batch` padded tokens and `anchors_per_batch` anchors.
+    `pinned`: page-locked memory, which a CUDA device copies from without a detour.
     """
-    rng = np.random.default_rng([seed, epoch])
-    anchors = np.minimum(np.maximum(supervised - 1, 1), training.anchors_per_row)
-    order = rng.permutation(len(lengths))
-    groups: list[tuple[int, ...]] = []
-    for start in range(0, len(order), WINDOW):
-        window = order[start : start + WINDOW]
-        window = window[np.argsort(lengths[window], kind="stable")]
-        group: list[int] = []
-        most_anchors = 0
-        for row in window.tolist():
-            longest, widest = int(lengths[row]), max(most_anchors, int(anchors[row]))
-            size = len(group) + 1
-            if group and (size * longest > training.tokens_per_batch or size * widest > training.anchors_per_batch):
-                groups.append(tuple(group))
-                group, widest = [], int(anchors[row])
-            group.append(row)
-            most_anchors = widest
-        groups.append(tuple(group))
-    return [groups[i] for i in rng.permutation(len(groups))]
+
+    def __init__(self, *, tokens: int, pinned: bool) -> None:
+        self.tokens, self.pinned = tokens, pinned
+        self.buffers = 0  # made so far, of ids and of masks
+        self._free: dict[torch.dtype, list[np.ndarray]] = {torch.int32: [], torch.uint8: []}
+        self._lent: dict[int, tuple[weakref.ref[np.ndarray], torch.dtype, np.ndarray]] = {}
+
+    def take(self, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Uninitialised input_ids int32 and loss_mask uint8, both [rows, length].
+
+        A buffer is lent for as long as this very array lives: a tensor made over it keeps it, a slice of it does not.
+        """
+        assert rows * length <= self.tokens, f"{rows} rows of {length} tokens are above the pool's {self.tokens}"
+        return self._lend(torch.int32, rows, length), self._lend(torch.uint8, rows, length)
+
+    def _lend(self, dtype: torch.dtype, rows: int, length: int) -> np.ndarray:
+        try:
+            buffer = self._free[dtype].pop()
+        except IndexError:
+            buffer = torch.empty(self.tokens, dtype=dtype, pin_memory=self.pinned).numpy()
+            self.buffers += 1
+        lent = buffer[: rows * length].reshape(rows, length)
+        watch = weakref.ref(lent, self._returned)
+        self._lent[id(watch)] = watch, dtype, buffer
+        return lent
+
+    def _returned(self, watch: "weakref.ref[np.ndarray]") -> None:
+        _, dtype, buffer = self._lent.pop(id(watch))
+        self._free[dtype].append(buffer)
 
 
-def count_batches(
-    lengths: np.ndarray, supervised: np.ndarray, *, seed: int, training: TrainingConfig, enough: int | None = None
-) -> int:
-    """Micro-batches of all epochs (their number differs a little by epoch); counting ends once there are `enough`."""
-    count = 0
-    for epoch in range(training.epochs):
-        count += len(row_groups(lengths, supervised, seed=seed, epoch=epoch, training=training))
-        if enough is not None and count >= enough:
-            break
-    return count
+def prefetched(batches: Iterator[PlannedBatch], dataset: TokenDataset) -> Iterator[PlannedBatch]:
+    """The same micro-batches, the kernel told of each one's rows: from a cold disk they come while the batch waits for a reader."""
+    for planned in batches:
+        dataset.prefetch(planned.rows)
+        yield planned
 
 
-def plan(
-    lengths: np.ndarray,
-    supervised: np.ndarray,
-    *,
-    seed: int,
-    training: TrainingConfig,
-    bytes_per_token: int,
-    position: int = 0,
-) -> Iterator[PlannedBatch]:
-    """All micro-batches of the run from number `position` on, in the order of training."""
-    first = 0
-    for epoch in range(training.epochs):
-        groups = row_groups(lengths, supervised, seed=seed, epoch=epoch, training=training)
-        for number, rows in enumerate(groups, first):
-            if number >= position:
-                tokens = len(rows) * int(lengths[list(rows)].max())
-                yield PlannedBatch(number=number, epoch=epoch, rows=rows, credit=tokens * bytes_per_token)
-        first += len(groups)
+def assemble(planned: PlannedBatch, dataset: TokenDataset, *, lengths: np.ndarray, pool: BufferPool) -> Batch:
+    """Rows copied from the mapped files into one right-padded batch (id 0 and mask 0 where there is nothing).
 
-
-def assemble(planned: PlannedBatch, dataset: TokenDataset) -> Batch:
-    """Rows copied from the mapped files into one right-padded batch (id 0 and mask 0 where there is nothing)."""
-    views = [dataset.row(row) for row in planned.rows]
-    lengths = torch.tensor([len(ids) for ids, _ in views], dtype=torch.int32)
-    longest = int(lengths.max())
-    input_ids = torch.zeros(len(views), longest, dtype=torch.int32)
-    loss_mask = torch.zeros(len(views), longest, dtype=torch.uint8)
-    for place, (ids, mask) in enumerate(views):
-        input_ids.numpy()[place, : len(ids)] = ids
-        loss_mask.numpy()[place, : len(mask)] = mask
-    return Batch(plan=planned, input_ids=input_ids, loss_mask=loss_mask, lengths=lengths)
+    `lengths` [R] says how many tokens of each row are read.
+    """
+    read = lengths[list(planned.rows)]
+    sizes = read.tolist()
+    input_ids, loss_mask = pool.take(len(sizes), max([1, *sizes]))
+    input_ids.fill(0)
+    loss_mask.fill(0)
+    marks = loss_mask.view(np.int8)  # as the files have it: a cast takes longer than a copy
+    for place, (size, (ids, mask)) in enumerate(zip(sizes, dataset.heads(planned.rows, sizes), strict=True)):
+        input_ids[place, :size] = ids
+        marks[place, :size] = mask
+    return Batch(
+        plan=planned,
+        input_ids=torch.from_numpy(input_ids),
+        loss_mask=torch.from_numpy(loss_mask),
+        lengths=torch.from_numpy(read.astype(np.int32, copy=False)),
+    )

@@ -1,33 +1,45 @@
-"""Acceptance of an exported drafter, by real decoding, beside two references on the same prompts.
+"""Acceptance of an exported drafter, by real decoding, beside references on the same prompts.
 
 python -m dflash_core.decoding.evaluate JOB.json        the fresh process that reported values come from
 
-prompt --greedy--> the target's own text, timed          lossless: both texts equal
-       --speculate with the export--> accepted drafts
-       --replay n-gram, replay zeroed features-->        what they would accept of the same text
+prompt --decode alone--> the target's own text, timed           lossless: both texts equal
+       --decode with the export--> accepted drafts              and with the champion, where one is compared with
+       --replay n-gram, replay zeroed features-->               what they would accept of the same text
+       --teacher-forced blocks after every token-->             what training reports as simulated acceptance
 """
 
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dflash_core.config import EvaluationConfig
-from dflash_core.data.chat import render
-from dflash_core.data.shards import TokenDataset
+from dflash_core.data.arrow import Columns
+from dflash_core.data.chat import Chat, open_chat, served_ids
+from dflash_core.data.prompts import Messages, PromptSet, read_prompt_sets
+from dflash_core.data.reader import TokenDataset
+from dflash_core.data.storage import ShardPlaces, find_sets
 from dflash_core.data.tokenization import load_tokenizer
-from dflash_core.decoding.export import load_export
+from dflash_core.decoding.cache import DecodingTarget
+from dflash_core.decoding.drafts import DraftCache
+from dflash_core.decoding.export import load_export, read_shape
+from dflash_core.decoding.fit import check_fit
 from dflash_core.decoding.ngram import NgramDraft
-from dflash_core.decoding.speculate import DecodingTarget, DraftCache, greedy, replay, speculate
+from dflash_core.decoding.replay import replay, replay_drafter, simulate
+from dflash_core.decoding.sampling import Sampling, place_numbers
+from dflash_core.decoding.speculate import decode
+from dflash_core.modeling.drafter import Drafter
 from dflash_core.modeling.target import TargetEnds, load_model, read_facts
-from dflash_core.records import AcceptanceReport, Generation
+from dflash_core.records import Generation, Measured, Measurements
 
-TIE_MARGIN = 1e-4  # top-2 logit distance under which float32 rounding may choose either
+TOO_LONG = "requests left out: the prompt leaves no room in the target's positions"
+MASKS = "mask tokens that the target emitted itself"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,165 +47,200 @@ class EvaluationJob:
     """Everything the fresh process needs."""
 
     export: str
-    shards: str  # training rows, for the n-gram reference
+    shards: ShardPlaces  # training rows, for the n-gram reference
     target: str
     attention: str
     device: str
     evaluation: EvaluationConfig
+    date: str | None = None  # what the chat template prints, as in the training rows
+    thinking: bool | None = None  # the chat template's enable_thinking
+    champion: str | None = None  # export of the drafter in use, to be measured on the same prompts
     part: int = 0  # of evaluation.processes: takes every so-manieth prompt
 
-
-def read_prompts(path: str) -> list[list[str]]:
-    """User turns of each prompt: JSONL of {"turns": [...]}. Raises ValueError for a missing, empty or malformed file."""
-    if not Path(path).is_file():
-        raise ValueError(f"evaluation.prompts {path!r}: no such file")
-    prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                turns = json.loads(line)["turns"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f'{path}, line {number}: not of the form {{"turns": ["..."]}}') from error
-            if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-                raise ValueError(f"{path}, line {number}: turns must be a list of texts, at least one")
-            prompts.append(turns)
-    if not prompts:
-        raise ValueError(f"evaluation.prompts {path!r} is empty: give at least one prompt")
-    return prompts
+    def as_dict(self) -> dict[str, Any]:
+        """For a JSON file; `read_job` is the way back."""
+        shards = {**dataclasses.asdict(self.shards), "columns": self.shards.columns}
+        return {**vars(self), "shards": shards, "evaluation": self.evaluation.model_dump(mode="json")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One request, decoded four ways."""
-
-    prompt: int  # number in the prompt file
-    turn: int
-    target: Generation
-    margins: list[float]
-    drafted: Generation
-    ngram: Generation
-    zero_features: Generation
+def read_job(value: dict[str, Any]) -> EvaluationJob:
+    """A job from what `as_dict` gave."""
+    shards = value["shards"]
+    places = ShardPlaces(**{**shards, "places": tuple(shards["places"]), "columns": Columns(*shards["columns"])})
+    return EvaluationJob(**{**value, "shards": places, "evaluation": EvaluationConfig(**value["evaluation"])})
 
 
-def measure(job: EvaluationJob) -> list[Measured]:
-    """Decodes the job's prompts turn by turn; later turns follow the target's own answers."""
+class _Drafting:
+    """An exported drafter, and the target with its taps."""
+
+    def __init__(self, export: str, model: Any, ends: TargetEnds, job: EvaluationJob) -> None:
+        self.drafter: Drafter = load_export(Path(export), dtype=getattr(torch, job.evaluation.dtype), device=job.device)
+        self.target = DecodingTarget(model, self.drafter.shape.target_layer_ids, device=job.device)
+        self.cache = DraftCache(self.drafter, ends, block_size=job.evaluation.block_size)
+
+
+class _Bench:
+    """All that a measurement needs, loaded once. Raises ValueError where a drafter is of another target."""
+
+    def __init__(self, job: EvaluationJob) -> None:
+        evaluation = job.evaluation
+        self.job, self.facts = job, read_facts(job.target)
+        for export in filter(None, (job.export, job.champion)):
+            check_fit(read_shape(Path(export))[0], self.facts, export=export)
+        self.tokenizer = load_tokenizer(job.target)
+        self.stop_ids = frozenset(self.facts.eos_ids)
+        model = load_model(job.target, dtype=evaluation.dtype, device=job.device, attention=job.attention)
+        self.ends = TargetEnds(model)
+        self.own = _Drafting(job.export, model, self.ends, job)
+        self.champion = _Drafting(job.champion, model, self.ends, job) if job.champion else None
+        self.shape = self.own.drafter.shape
+        self.block_size = evaluation.block_size or self.shape.block_size
+        dataset = TokenDataset(find_sets(job.shards), columns=job.shards.columns)
+        rows = (dataset.row(i) for i in range(len(dataset)))
+        self.ngram = NgramDraft(rows, order=evaluation.ngram_order, draft_tokens=self.block_size - 1)
+        self.sampling = Sampling(temperature=evaluation.temperature, top_k=evaluation.top_k, top_p=evaluation.top_p)
+
+    def measure(self, requests: Sequence["_Asked"], chat: Chat, counts: Counter[str]) -> list[Measured]:
+        """The next turn of each prompt, decoded together; the target's answers are added to their messages."""
+        prompts = [served_ids(chat, request.messages) for request in requests]
+        rooms = [self.facts.max_positions - len(prompt) - self.block_size for prompt in prompts]
+        for request, room in zip(requests, rooms, strict=True):
+            request.over = room < 1
+        counts[TOO_LONG] += sum(request.over for request in requests)
+        fitting = [(request, prompt, room) for request, prompt, room in zip(requests, prompts, rooms, strict=True) if room > 0]
+        if not fitting:
+            return []
+        asked, prompts, rooms = (list(column) for column in zip(*fitting, strict=True))
+        limits = [min(self.job.evaluation.max_new_tokens, room) for room in rooms]
+        alone = self._decode(None, asked, prompts, limits)
+        drafted = self._decode(self.own, asked, prompts, limits)
+        beside = self._decode(self.champion, asked, prompts, limits) if self.champion else None
+        results = []
+        for row, (request, prompt, own) in enumerate(zip(asked, prompts, alone, strict=True)):
+            results.append(self._measured(request, prompt, own, drafted[row], beside[row] if beside else None))
+            counts[MASKS] += own.tokens.count(self.shape.mask_token_id)
+            answer = [token for token in own.tokens if token not in self.stop_ids]
+            request.messages.append({"role": "assistant", "content": self.tokenizer.decode(answer)})
+        return results
+
+    def _decode(
+        self, drafting: _Drafting | None, asked: Sequence["_Asked"], prompts: Sequence[list[int]], limits: Sequence[int]
+    ) -> list[Generation]:
+        seed = self.job.evaluation.seed
+        return decode(
+            (drafting or self.own).target,
+            prompts,
+            limits=limits,
+            stop_ids=self.stop_ids,
+            proposer=drafting.cache if drafting else None,
+            sampling=self.sampling,
+            numbers=[place_numbers(seed, (each.prompt, each.turn), limit) for each, limit in zip(asked, limits, strict=True)],
+        )
+
+    def _measured(
+        self, request: "_Asked", prompt: list[int], alone: Generation, drafted: Generation, champion: Generation | None
+    ) -> Measured:
+        """One request with its references, which read the target's own text."""
+        text = [*prompt, *alone.tokens]
+        self.own.target.start(1)
+        _, hidden = self.own.target.forward([text], last_only=True)
+        drafter, size = self.own.drafter, self.block_size
+        return Measured(
+            prompt_set=request.prompt_set,
+            prompt=request.prompt,
+            turn=request.turn,
+            context=len(prompt),
+            target=alone,
+            drafted=drafted,
+            ngram=replay(self.ngram.propose, prompt, alone.tokens, block_size=size),
+            zero_features=replay_drafter(drafter, self.ends, prompt, alone.tokens, torch.zeros_like(hidden), block_size=size),
+            simulated=simulate(drafter, self.ends, prompt, alone.tokens, hidden, block_size=size),
+            champion=champion,
+        )
+
+
+@dataclass
+class _Asked:
+    """A prompt whose turns are decoded one after the other; later turns follow the target's own answers."""
+
+    prompt_set: str
+    prompt: int
+    rest: Messages  # still to be asked
+    messages: Messages = field(default_factory=list)
+    turn: int = -1
+    over: bool = False  # did not fit
+
+    def next(self) -> bool:
+        """Asks up to the next user message; False where there is none, or the last one did not fit."""
+        for place, message in enumerate(self.rest):
+            if message["role"] == "user" and not self.over:
+                self.messages += self.rest[: place + 1]
+                self.rest = self.rest[place + 1 :]
+                self.turn += 1
+                return True
+        return False
+
+
+def measure(job: EvaluationJob) -> Measurements:
+    """Decodes the job's prompts, a batch at a time. Raises ValueError where not one of them fits the target's positions."""
     if job.device == "cpu":
         torch.set_num_threads(1)
-    evaluation = job.evaluation
-    facts = read_facts(job.target)
-    tokenizer = load_tokenizer(job.target)
-    model = load_model(job.target, dtype=evaluation.dtype, device=job.device, attention=job.attention)
-    drafter = load_export(Path(job.export), dtype=getattr(torch, evaluation.dtype), device=job.device)
-    shape, ends = drafter.shape, TargetEnds(model)
-    target = DecodingTarget(model, shape.target_layer_ids, device=job.device)
-    dataset = TokenDataset(Path(job.shards))
-    rows = (dataset.row(i) for i in range(len(dataset)))
-    ngram = NgramDraft(rows, order=evaluation.ngram_order, draft_tokens=shape.block_size - 1)
-    draft, blind = DraftCache(drafter, ends), DraftCache(drafter, ends, zero_features=True)
-    stop_ids = frozenset(facts.eos_ids)
-    width = len(shape.target_layer_ids) * shape.hidden_size
+    bench, evaluation = _Bench(job), job.evaluation
     results: list[Measured] = []
-    prompts = list(enumerate(read_prompts(evaluation.prompts)[: evaluation.num_prompts]))
-    for number, turns in prompts[job.part :: evaluation.processes]:
-        messages: list[dict[str, Any]] = []
-        for turn, question in enumerate(turns):
-            messages.append({"role": "user", "content": question})
-            text = render(tokenizer, messages, tools=None, generation_prompt=True)
-            prompt = tokenizer.encode(text, add_special_tokens=False)
-            room = facts.max_positions - len(prompt) - shape.block_size
-            if room < 1:
-                raise ValueError(
-                    f"a prompt of {len(prompt)} tokens leaves no room in the target's {facts.max_positions} positions"
-                )
-            limit = min(evaluation.max_new_tokens, room)
-            alone, margins = greedy(target, prompt, max_new_tokens=limit, stop_ids=stop_ids)
-            nothing = torch.zeros(1, len(prompt) + len(alone.tokens), width, device=job.device)
-            results.append(
-                Measured(
-                    prompt=number,
-                    turn=turn,
-                    target=alone,
-                    margins=margins,
-                    drafted=speculate(target, draft, prompt, max_new_tokens=limit, stop_ids=stop_ids),
-                    ngram=replay(ngram, prompt, alone.tokens, nothing, shape.block_size),
-                    zero_features=replay(blind, prompt, alone.tokens, nothing, shape.block_size),
-                )
-            )
-            answer = [token for token in alone.tokens if token not in stop_ids]
-            messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
-    return results
+    counts: dict[str, Counter[str]] = {}
+    for one in read_prompt_sets(evaluation):
+        thinking = job.thinking if one.thinking is None else one.thinking
+        chat = open_chat(bench.tokenizer, stop_ids=bench.stop_ids, date=job.date, thinking=thinking)
+        own = counts[one.name] = Counter()
+        mine = list(enumerate(one.prompts))[job.part :: evaluation.processes]
+        for start in range(0, len(mine), evaluation.batch_size):
+            batch = mine[start : start + evaluation.batch_size]
+            if not results:
+                bench.measure([_ready(_Asked(one.name, *batch[0]))], chat, Counter())  # first passes are slow; not counted
+            for active in _turns(one, batch):
+                results += bench.measure(active, chat, own)
+    if not results and any(own[TOO_LONG] for own in counts.values()):
+        raise ValueError(
+            f"evaluation: no prompt leaves room in the target's {bench.facts.max_positions} positions; shorten the prompts"
+        )
+    return Measurements(results=results, counts={name: dict(own) for name, own in counts.items()})
 
 
-def read_measured(printed: str) -> list[Measured]:
-    """What a fresh process printed, as records again."""
-
-    def record(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        parts: dict[str, Any] = {key: tuple(part) if isinstance(part, list) else part for key, part in value.items()}
-        return Generation(**parts)
-
-    rows = json.loads(printed.splitlines()[-1])
-    return [Measured(**{key: record(part) for key, part in row.items()}) for row in rows]
+def _ready(request: _Asked) -> _Asked:
+    request.next()
+    return request
 
 
-def acceptance_length(generations: Sequence[Generation]) -> float:
-    """Tokens committed a verify round: accepted draft tokens + 1 (the bonus token), averaged over all rounds."""
-    rounds = [count for generation in generations for count in generation.accepted]
-    return 1 + sum(rounds) / len(rounds) if rounds else 0.0
+def _turns(one: PromptSet, batch: Sequence[tuple[int, Messages]]) -> Iterator[list[_Asked]]:
+    """The requests of a batch of prompts turn by turn; prompts with fewer turns drop out."""
+    active = [_Asked(one.name, number, list(messages)) for number, messages in batch]
+    while active := [request for request in active if request.next()]:
+        yield active
 
 
-def summarise(results: list[Measured], *, draft_tokens: int) -> AcceptanceReport:
-    """The report of all requests together."""
-    drafted = [result.drafted for result in results]
-    divergences = list(_divergences(results))
-    tokens = sum(len(generation.tokens) for generation in drafted)
-    target_tokens = sum(len(result.target.tokens) for result in results)
-    target_rate = target_tokens / sum(result.target.seconds for result in results)
-    drafted_rate = tokens / sum(generation.seconds for generation in drafted)
-    return AcceptanceReport(
-        prompts=len(results),
-        rounds=sum(len(generation.accepted) for generation in drafted),
-        tokens=tokens,
-        acceptance_length=acceptance_length(drafted),
-        acceptance_length_ngram=acceptance_length([result.ngram for result in results]),
-        acceptance_length_zero_features=acceptance_length([result.zero_features for result in results]),
-        acceptance_by_slot=by_slot(drafted, draft_tokens),
-        lossless_exact=len(results) - len(divergences),
-        lossless_checked=len(results),
-        divergences=tuple(divergences),
-        speedup=drafted_rate / target_rate,
-        target_tokens_per_second=target_rate,
-        drafted_tokens_per_second=drafted_rate,
-    )
+def read_measured(printed: Sequence[str]) -> Measurements:
+    """What fresh processes printed, as records again."""
+    results: list[Measured] = []
+    counts: dict[str, Counter[str]] = {}
+    for text in printed:
+        value = json.loads(text.splitlines()[-1])
+        results += [Measured(**{key: _record(part) for key, part in row.items()}) for row in value["results"]]
+        for name, own in value["counts"].items():
+            counts.setdefault(name, Counter()).update(own)
+    return Measurements(results=results, counts={name: dict(own) for name, own in counts.items()})
 
 
-def by_slot(generations: Sequence[Generation], draft_tokens: int) -> tuple[float, ...]:
-    """Accepted / offered for draft token 1, 2, ...: the share of rounds whose first k drafts were all right."""
-    rounds = [pair for generation in generations for pair in zip(generation.accepted, generation.drafted, strict=True)]
-    rates = []
-    for slot in range(1, draft_tokens + 1):
-        offered = [accepted for accepted, drafted in rounds if drafted >= slot]
-        rates.append(sum(accepted >= slot for accepted in offered) / len(offered) if offered else 0.0)
-    return tuple(rates)
-
-
-def _divergences(results: list[Measured]) -> Iterator[dict[str, Any]]:
-    for result in sorted(results, key=lambda result: (result.prompt, result.turn)):
-        alone, drafted = result.target.tokens, result.drafted.tokens
-        if alone != drafted:
-            place = next(
-                (i for i, (a, b) in enumerate(zip(alone, drafted, strict=False)) if a != b), min(len(alone), len(drafted))
-            )
-            margin = result.margins[place] if place < len(result.margins) else 0.0
-            yield {"prompt": result.prompt, "turn": result.turn, "position": place, "margin": margin, "tie": margin < TIE_MARGIN}
+def _record(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    parts: dict[str, Any] = {key: tuple(part) if isinstance(part, list) else part for key, part in value.items()}
+    return Generation(**parts)
 
 
 def main(job_file: str) -> None:
     """Reads an EvaluationJob, writes what was measured to standard output as one JSON line."""
-    value = json.loads(Path(job_file).read_text(encoding="utf-8"))
-    job = EvaluationJob(**{**value, "evaluation": EvaluationConfig(**value["evaluation"])})
-    print(json.dumps([dataclasses.asdict(result) for result in measure(job)]))
+    job = read_job(json.loads(Path(job_file).read_text(encoding="utf-8")))
+    print(json.dumps(dataclasses.asdict(measure(job))))
 
 
 if __name__ == "__main__":

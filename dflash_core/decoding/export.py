@@ -85,6 +85,8 @@ target's hidden states after layers {layers} (0-based; the output of that decode
 - mask token id {mask}
 
 vLLM: `--speculative-config '{{"method": "dflash", "model": "<this directory>", "num_speculative_tokens": {drafts}}}'`
+
+SGLang: `--speculative-algorithm DFLASH --speculative-draft-model-path <this directory> --speculative-num-draft-tokens {block_size}`
 """
 
 

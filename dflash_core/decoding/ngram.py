@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from torch import Tensor
 
 
 class NgramDraft:
@@ -20,12 +19,6 @@ class NgramDraft:
                     counts[tuple(text[place - length : place])][text[place]] += 1
         self._next = {context: min(seen, key=lambda token: (-seen[token], token)) for context, seen in counts.items()}
         self._order, self._draft_tokens = order, draft_tokens
-
-    def start(self) -> None:
-        """Nothing to forget."""
-
-    def extend(self, target_hidden: Tensor) -> None:
-        """It does not look at the target."""
 
     def propose(self, committed: Sequence[int]) -> list[int]:
         """The next draft_tokens tokens, each guessed from the ones before."""

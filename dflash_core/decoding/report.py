@@ -2,26 +2,99 @@
 
 from typing import Any
 
+from dflash_core.records import Estimate
+
 DEFINITION = (
     "Acceptance length: tokens committed a verify round, that is accepted draft tokens + 1 (the target's own), over all rounds."
 )
+INTERVALS = "Intervals are 95 % bootstrap intervals over prompts."
+SIMULATED = (
+    "Simulated: a block behind every token of the target's text, as training counts. Rounds of real decoding begin where the last "
+    "one ended, which is more often at a hard place."
+)
+
+
+def shown(value: Estimate | dict[str, float] | None, *, sign: str = "") -> str:
+    """`2.31 [2.20, 2.44]`, as text."""
+    if value is None:
+        return "not measured"
+    own = value if isinstance(value, dict) else vars(value)
+    return f"{own['value']:{sign}.2f} [{own['low']:{sign}.2f}, {own['high']:{sign}.2f}]"
 
 
 def acceptance_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """(what, value) lines of the acceptance table."""
     ties = sum(divergence["tie"] for divergence in report["divergences"])
     return [
-        ("acceptance length, this drafter", f"{report['acceptance_length']:.2f}"),
+        ("acceptance length, this drafter", shown(report["acceptance_interval"])),
+        ("acceptance length, mean over prompts", shown(report["acceptance_by_prompt"])),
+        ("acceptance length, simulated (teacher-forced)", f"{report['acceptance_length_simulated']:.2f}"),
         ("acceptance length, n-gram reference", f"{report['acceptance_length_ngram']:.2f}"),
         ("acceptance length, target features zeroed", f"{report['acceptance_length_zero_features']:.2f}"),
-        ("acceptance rate by draft token", "  ".join(f"{rate:.2f}" for rate in report["acceptance_by_slot"])),
+        ("acceptance rate by draft token", _rates(report["acceptance_by_slot"])),
+        ("the same, where all before were accepted", _rates(report["acceptance_by_slot_conditional"])),
         ("lossless (equal to the target alone)", report["lossless"] + (f", {ties} of the others at a tie" if ties else "")),
-        ("speed-up over the target alone", f"{report['speedup']:.2f}x"),
+        ("speed-up over the target alone", _times(report["speedup_interval"])),
         (
             "tokens/s, target alone -> with drafts",
             f"{report['target_tokens_per_second']:.0f} -> {report['drafted_tokens_per_second']:.0f}",
         ),
+        ("time with drafts: drafting, verifying", f"{report['draft_share']:.0%}, {1 - report['draft_share']:.0%}"),
     ]
+
+
+def _rates(rates: Any) -> str:
+    return "  ".join(f"{rate:.2f}" for rate in rates)
+
+
+def _times(value: dict[str, float] | None) -> str:
+    return "not measured" if value is None else f"{value['value']:.2f}x [{value['low']:.2f}, {value['high']:.2f}]"
+
+
+def set_rows(report: dict[str, Any]) -> list[dict[str, str]]:
+    """One line a prompt set."""
+    return [
+        {
+            "prompt set": name,
+            "requests": f"{own['prompts']:,}",
+            "rounds": f"{own['rounds']:,}",
+            "acceptance length": shown(own["acceptance_interval"]),
+            "simulated": f"{own['acceptance_length_simulated']:.2f}",
+            "n-gram": f"{own['acceptance_length_ngram']:.2f}",
+            "features zeroed": f"{own['acceptance_length_zero_features']:.2f}",
+            "speed-up": _times(own["speedup_interval"]),
+            "lossless": f"{own['lossless_exact']} / {own['lossless_checked']}",
+        }
+        for name, own in report["sets"].items()
+    ]
+
+
+def served_rows(reports: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """One line a prompt set, measured on a server."""
+    return [
+        {
+            "prompt set": own["prompt_set"],
+            "requests": f"{own['requests']:,}",
+            "rounds": f"{own['rounds']:,}",
+            "acceptance length": shown(own["acceptance_interval"]),
+            "by draft token": _rates(own["acceptance_by_slot"]),
+            "seconds a request, median and p95": f"{own['seconds_median']:.2f}, {own['seconds_p95']:.2f}",
+            "tokens/s of a request": f"{own['tokens_per_second_of_a_request']:.0f}",
+            "from": own["source"] + "".join(f", {count} {name}" for name, count in own["counts"].items()),
+        }
+        for own in reports
+    ]
+
+
+def served_markdown(url: str, reports: list[dict[str, Any]]) -> str:
+    """served.md."""
+    lines = [
+        f"# `{reports[0]['model']}` at {url}",
+        "",
+        f"{DEFINITION} Intervals are 95 % bootstrap intervals over groups of requests.",
+        "",
+    ]
+    return "\n".join([*lines, *_table(served_rows(reports))]) + "\n"
 
 
 def report_markdown(report: dict[str, Any]) -> str:
@@ -29,45 +102,84 @@ def report_markdown(report: dict[str, Any]) -> str:
     lines = [
         f"# Drafter `{report['name']}`",
         "",
-        f"{report['prompts']} held-out requests, {report['rounds']} verify rounds. {DEFINITION}",
+        f"{report['prompts']} held-out requests, {report['rounds']} verify rounds. {DEFINITION} {INTERVALS} {SIMULATED}",
         "",
+        *_table([{"measure": what, "value": value} for what, value in acceptance_rows(report)]),
+        *_section("Prompt sets", _table(set_rows(report))),
+        *_section("Tokens committed a round", _table(_histogram_rows(report))),
+        *_section("By length of the text before a round", _table(_context_rows(report))),
+        *_section("Counted", [f"- {name}: {count:,}" for name, count in report["counts"].items()]),
+        *_section("Training", _training_lines(report)),
+        *_section("Data", _data_lines(report)),
     ]
-    lines += ["| measure | value |", "|---|---|"]
-    lines += [f"| {what} | {value} |" for what, value in acceptance_rows(report)]
-    training, data = report["training"], report["data"]
-    lines += ["", "## Training", ""]
-    lines += [
+    if report["divergences"]:
+        lines += _section("Differences from the target alone", _table(_divergence_rows(report)))
+    return "\n".join(lines) + "\n"
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    return ["", f"## {title}", "", *lines] if lines else []
+
+
+def _table(rows: list[dict[str, str]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
+    return lines + [f"| {' | '.join(row.values())} |" for row in rows]
+
+
+def _histogram_rows(report: dict[str, Any]) -> list[dict[str, str]]:
+    rounds = max(1, report["rounds"])
+    return [
+        {"tokens": str(tokens), "rounds": f"{count:,}", "share": f"{count / rounds:.1%}"}
+        for tokens, count in enumerate(report["histogram"], 1)
+    ]
+
+
+def _context_rows(report: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        {
+            "tokens": f"{own['start']:,} to {own['end'] - 1:,}",
+            "rounds": f"{own['rounds']:,}",
+            "acceptance length": f"{own['acceptance_length']:.2f}",
+        }
+        for own in report["by_context"]
+    ]
+
+
+def _divergence_rows(report: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        {
+            **{key.replace("_", " "): str(own[key]) for key in ("prompt_set", "prompt", "turn")},
+            "token": str(own["position"]),
+            "top-2 margin": f"{own['margin']:.2e}",
+            "tie": "yes" if own["tie"] else "NO",
+        }
+        for own in report["divergences"]
+    ]
+
+
+def _training_lines(report: dict[str, Any]) -> list[str]:
+    training = report["training"]
+    return [
         f"- {training['step']} of {training['total_steps']} steps, {training['tokens']:,} real tokens, {report['tokens_per_second']:,.0f} tokens/s",
         f"- start-up: {', '.join(f'{name} {seconds:.2f} s' for name, seconds in report['startup_s'].items())}",
         f"- bottleneck: {report['bottleneck']}",
         f"- micro-batches: {report['ledger']['micro_batches']}",
-    ]
-    lines += [f"- departure from exact resume: {change}" for change in training["departures"]]
-    lines += ["", "| stage | workers | items | busy s | starved s | blocked s |", "|---|---|---|---|---|---|"]
-    lines += [
-        f"| {name} | {stage['workers']} | {stage['items']} | {stage['busy']:.1f} | {stage['starved']:.1f} | {stage['blocked']:.1f} |"
-        for name, stage in report["stages"].items()
-    ]
-    ledger = report["ledger"]["conversations"]
-    lines += [
+        *(f"- departure from exact resume: {change}" for change in training["departures"]),
         "",
-        "## Data",
-        "",
+        "| stage | workers | items | busy s | starved s | blocked s |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {name} | {stage['workers']} | {stage['items']} | {stage['busy']:.1f} | {stage['starved']:.1f} | {stage['blocked']:.1f} |"
+            for name, stage in report["stages"].items()
+        ),
+    ]
+
+
+def _data_lines(report: dict[str, Any]) -> list[str]:
+    data, ledger = report["data"], report["ledger"]["conversations"]
+    return [
         f"- {data['rows']:,} rows, {data['tokens']:,} tokens, {data['supervised']:,} supervised, {data['shards']} shards",
+        f"- conversations in {ledger['rows_in']}, kept {ledger['kept']}, cut {ledger['cut']}, dropped {ledger['dropped'] or 'none'}",
     ]
-    lines += [
-        f"- conversations in {ledger['rows_in']}, kept {ledger['kept']}, cut {ledger['cut']}, dropped {ledger['dropped'] or 'none'}"
-    ]
-    if report["divergences"]:
-        lines += [
-            "",
-            "## Differences from the target alone",
-            "",
-            "| prompt | turn | token | top-2 margin | tie |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {d['prompt']} | {d['turn']} | {d['position']} | {d['margin']:.2e} | {'yes' if d['tie'] else 'NO'} |"
-            for d in report["divergences"]
-        ]
-    return "\n".join(lines) + "\n"

@@ -1,142 +1,179 @@
-"""Draft, verify, accept: greedy decoding of one prompt whose output is the target's own.
+"""Draft, verify, accept: decoding of a batch of prompts whose texts are the target's own.
 
     anchor = last committed token --propose--> d_1 .. d_S-1 --target verifies [anchor, d]--> y_0 .. y_S-1
-    n = longest prefix with d_k+1 = y_k        commit d_1 .. d_n and the bonus token y_n, crop the cache, hand over the taps
+    n = longest prefix with d_k+1 = y_k        commit d_1 .. d_n and the bonus token y_n, crop the caches, hand over the taps
 
-The proposer only sees what exists when serving: the committed tokens and the hidden states before the anchor.
+y_k is what the target itself picks there, greedily or by sampling, so the text does not depend on the drafts. The proposer only
+sees what exists when serving: the committed tokens and the hidden states before the anchor. Without a proposer every round
+verifies the anchor alone: that is the target by itself. Requests of a batch are independent; who has ended leaves it.
 """
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from dflash_core.modeling.drafter import Drafter, KeyValue
-from dflash_core.modeling.target import Taps, decoder_of
+from dflash_core.decoding.cache import DecodingTarget
+from dflash_core.decoding.sampling import Sampling
 from dflash_core.records import Generation
 
 
 class Proposer(Protocol):
-    """What offers draft tokens."""
+    """What offers draft tokens to a batch of requests."""
 
-    def start(self) -> None:
-        """A new prompt: forget the last one."""
+    def start(self, rows: int) -> None:
+        """New prompts: forget the last ones."""
 
-    def extend(self, target_hidden: Tensor) -> None:
-        """Hidden states [1, n, K*H] of the next n committed tokens; the anchor's come only after it was verified."""
+    def extend(self, target_hidden: Tensor, counts: Sequence[int]) -> None:
+        """Hidden states [B, n, K*H]; the first counts[i] of row i belong to newly committed tokens, the anchor's not yet."""
 
-    def propose(self, committed: Sequence[int]) -> list[int]:
-        """Draft tokens that follow `committed`, whose last is the anchor."""
+    def propose(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Draft tokens that follow each committed text, whose last token is the anchor; none where it cannot draft."""
 
-
-class DecodingTarget:
-    """The whole target with a key-value cache, tapped."""
-
-    def __init__(self, model: Any, layer_ids: Sequence[int], *, device: str) -> None:
-        self.model, self.device = model, device
-        self._taps = Taps(decoder_of(model), layer_ids)
-        self._cache = DynamicCache(config=model.config.get_text_config())
-        self._config = model.config.get_text_config()
-
-    def start(self) -> None:
-        """Empties the cache."""
-        self._cache = DynamicCache(config=self._config)
-
-    @torch.no_grad()
-    def forward(self, ids: Sequence[int], *, last_only: bool = False) -> tuple[Tensor, Tensor]:
-        """(logits [n, V] fp32, target_hidden [1, n, K*H]) of the next tokens; logits of the last alone if asked."""
-        inputs = torch.tensor([list(ids)], device=self.device)
-        out = self.model(input_ids=inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=int(last_only))
-        return out.logits[0].float(), self._taps.take()
-
-    def forget(self, count: int) -> None:
-        """Removes the last `count` tokens from the cache."""
-        if count:
-            self._cache.crop(-count)
+    def select(self, rows: Sequence[int]) -> None:
+        """Only these requests go on."""
 
 
-class DraftCache:
-    """A drafter proposing blocks; its cache holds the context keys and values of committed tokens only."""
+@dataclass
+class _Request:
+    """One request being decoded."""
 
-    def __init__(self, drafter: Drafter, ends: Any, *, zero_features: bool = False) -> None:
-        self._drafter, self._ends, self._zero = drafter, ends, zero_features
-        self._context: list[KeyValue] = []
-        self._length = 0
+    prompt: Sequence[int]
+    limit: int
+    numbers: np.ndarray  # [limit]
+    tokens: list[int] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    undrafted: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
 
-    def start(self) -> None:
-        self._context, self._length = [], 0
+    def ended(self, stop_ids: frozenset[int]) -> bool:
+        return len(self.tokens) == self.limit or self.tokens[-1] in stop_ids
 
-    @torch.no_grad()
-    def extend(self, target_hidden: Tensor) -> None:
-        hidden = target_hidden.to(self._drafter.fc.weight.dtype)
-        if self._zero:
-            hidden = torch.zeros_like(hidden)
-        positions = torch.arange(self._length, self._length + hidden.shape[1], device=hidden.device).unsqueeze(0)
-        new = self._drafter.context(hidden, positions)
-        if self._context:
-            new = [(torch.cat([k, nk], 2), torch.cat([v, nv], 2)) for (k, v), (nk, nv) in zip(self._context, new, strict=True)]
-        self._context = new
-        self._length += hidden.shape[1]
-
-    @torch.no_grad()
-    def propose(self, committed: Sequence[int]) -> list[int]:
-        shape = self._drafter.shape
-        assert len(committed) == self._length + 1, "the context ends just before the anchor"
-        device = self._drafter.fc.weight.device
-        ids = torch.tensor([[committed[-1]] + [shape.mask_token_id] * (shape.block_size - 1)], device=device)
-        positions = torch.arange(self._length, self._length + shape.block_size, device=device).unsqueeze(0)
-        embeddings = self._ends.embed(ids).to(self._drafter.fc.weight.dtype)
-        states = self._drafter(embeddings, positions, self._context)
-        logits = self._ends.head(states[0, 1:].to(next(self._ends.head.parameters()).dtype))
-        return [int(token) for token in logits.argmax(-1)]
+    def result(self) -> Generation:
+        return Generation(
+            tokens=tuple(self.tokens),
+            accepted=tuple(self.accepted),
+            drafted=tuple(self.drafted),
+            seconds=self.draft_seconds + self.verify_seconds,
+            margins=tuple(self.margins),
+            undrafted=self.undrafted,
+            draft_seconds=self.draft_seconds,
+        )
 
 
-def greedy(
-    target: DecodingTarget, prompt: Sequence[int], *, max_new_tokens: int, stop_ids: frozenset[int]
-) -> tuple[Generation, list[float]]:
-    """The target alone, and the margin between its two best logits at every generated token."""
-    start = time.perf_counter()
-    target.start()
-    tokens: list[int] = []
-    margins: list[float] = []
-    inputs: Sequence[int] = prompt
-    while len(tokens) < max_new_tokens:
-        logits, _ = target.forward(inputs, last_only=True)
-        best, second = logits[-1].topk(2).values.tolist()
-        margins.append(best - second)
-        tokens.append(int(logits[-1].argmax()))
-        if tokens[-1] in stop_ids:
-            break
-        inputs = tokens[-1:]
-    return Generation(tokens=tuple(tokens), accepted=(), drafted=(), seconds=time.perf_counter() - start), margins
+def decode(
+    target: DecodingTarget,
+    prompts: Sequence[Sequence[int]],
+    *,
+    limits: Sequence[int],
+    stop_ids: frozenset[int],
+    proposer: Proposer | None = None,
+    sampling: Sampling | None = None,
+    numbers: Sequence[np.ndarray] | None = None,
+) -> list[Generation]:
+    """The text of each prompt, at most `limits` tokens (1 or more), ended by a stop token, which is part of it.
+
+    `numbers` [limit] in [0, 1) decide what is sampled, place by place. Drafts after a stop token do not count as accepted.
+    The time of a pass is shared by the requests that were in it.
+    """
+    sampling = sampling or Sampling()
+    given = numbers or [np.zeros(limit) for limit in limits]
+    requests = [_Request(*parts) for parts in zip(prompts, limits, given, strict=True)]
+    active = requests
+    clock = _Clock(target.device)
+    target.start(len(requests))
+    logits, hidden = target.forward(prompts, last_only=True)
+    tokens, margins = _picked(sampling, logits, active)
+    for request, own, margin in zip(active, tokens, margins, strict=True):
+        request.tokens, request.margins = own[:1], margin[:1]
+    counts = [len(prompt) for prompt in prompts]
+    target.keep(counts)
+    clock.share(active, "verify_seconds")
+    if proposer:
+        proposer.start(len(requests))
+        proposer.extend(hidden, counts)
+        clock.share(active, "draft_seconds")
+    while rows := [row for row, request in enumerate(active) if not request.ended(stop_ids)]:
+        if len(rows) < len(active):
+            active = [active[row] for row in rows]
+            target.select(rows)
+            if proposer:
+                proposer.select(rows)
+        drafts: list[list[int]] = [[] for _ in active]
+        if proposer:
+            offers = proposer.propose([[*request.prompt, *request.tokens] for request in active])
+            drafts = [offer[: request.limit - len(request.tokens)] for offer, request in zip(offers, active, strict=True)]
+            clock.share(active, "draft_seconds")
+        logits, hidden = target.forward([[request.tokens[-1], *draft] for request, draft in zip(active, drafts, strict=True)])
+        tokens, margins = _picked(sampling, logits, active)
+        counts = [
+            _commit(*parts, stop_ids=stop_ids, speculative=proposer is not None)
+            for parts in zip(active, drafts, tokens, margins, strict=True)
+        ]
+        target.keep(counts)
+        clock.share(active, "verify_seconds")
+        if proposer:
+            proposer.extend(hidden, counts)
+            clock.share(active, "draft_seconds")
+    return [request.result() for request in requests]
 
 
-def speculate(
-    target: DecodingTarget, proposer: Proposer, prompt: Sequence[int], *, max_new_tokens: int, stop_ids: frozenset[int]
-) -> Generation:
-    """Decode with drafts. A stop token ends the text where it stands; drafts after it do not count as accepted."""
-    start = time.perf_counter()
-    target.start()
-    proposer.start()
-    logits, hidden = target.forward(prompt, last_only=True)
-    proposer.extend(hidden)
-    committed = [*prompt, int(logits[-1].argmax())]
-    accepted: list[int] = []
-    drafted: list[int] = []
-    while committed[-1] not in stop_ids and (room := max_new_tokens - (len(committed) - len(prompt))) > 0:
-        draft = proposer.propose(committed)[:room]
-        logits, hidden = target.forward([committed[-1], *draft])
-        new = accept(draft, logits.argmax(-1).tolist(), room=room, stop_ids=stop_ids)
-        target.forget(len(draft) + 1 - len(new))
-        proposer.extend(hidden[:, : len(new)])
-        committed += new
-        accepted.append(len(new) - 1)
-        drafted.append(offered(draft, new, ended=committed[-1] in stop_ids or len(new) == room))
-    tokens = tuple(committed[len(prompt) :])
-    return Generation(tokens=tokens, accepted=tuple(accepted), drafted=tuple(drafted), seconds=time.perf_counter() - start)
+class _Clock:
+    """Time between calls, shared by the requests that were worked on. Waits for the device, whose work is not done at return."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device if device.startswith("cuda") else None
+        self._last = self._now()
+
+    def _now(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize(self._cuda)
+        return time.perf_counter()
+
+    def share(self, requests: Sequence[_Request], kind: str) -> None:
+        now = self._now()
+        for request in requests:
+            setattr(request, kind, getattr(request, kind) + (now - self._last) / len(requests))
+        self._last = now
+
+
+def _picked(sampling: Sampling, logits: Tensor, requests: Sequence[_Request]) -> tuple[list[list[int]], list[list[float]]]:
+    """The target's own tokens and their margins [B][n] after each verified token."""
+    count = logits.shape[1]
+    numbers = np.zeros((len(requests), count))
+    for row, request in enumerate(requests):
+        own = request.numbers[len(request.tokens) :][:count]
+        numbers[row, : len(own)] = own
+    tokens, margins = sampling.pick(logits, torch.from_numpy(numbers).to(logits.device))
+    return tokens.tolist(), margins.tolist()
+
+
+def _commit(
+    request: _Request,
+    draft: Sequence[int],
+    own: Sequence[int],
+    margins: Sequence[float],
+    *,
+    stop_ids: frozenset[int],
+    speculative: bool,
+) -> int:
+    """Takes a round's tokens in; returns how many of the verified tokens (the anchor first) are committed with them."""
+    new = accept(draft, own[: len(draft) + 1], room=request.limit - len(request.tokens), stop_ids=stop_ids)
+    request.tokens += new
+    request.margins += margins[: len(new)]
+    if draft:
+        request.accepted.append(len(new) - 1)
+        request.drafted.append(offered(draft, new, ended=request.ended(stop_ids)))
+    elif speculative:
+        request.undrafted += 1
+    return len(new)
 
 
 def accept(draft: Sequence[int], verified: Sequence[int], *, room: int, stop_ids: frozenset[int]) -> list[int]:
@@ -160,26 +197,3 @@ def offered(draft: Sequence[int], new: Sequence[int], *, ended: bool) -> int:
     if not ended:
         return len(draft)
     return min(len(draft), len(new) - (list(draft[: len(new)]) == list(new)))
-
-
-def replay(proposer: Proposer, prompt: Sequence[int], tokens: Sequence[int], hidden: Tensor, block_size: int) -> Generation:
-    """What `speculate` would accept if the target's greedy `tokens` after `prompt` are known: no target pass is needed.
-
-    `hidden` [1, P + n, K*H] are the tapped states of prompt and tokens (zeros where the proposer does not look at them).
-    """
-    start = time.perf_counter()
-    proposer.start()
-    proposer.extend(hidden[:, : len(prompt)])
-    text = [*prompt, *tokens]
-    place = len(prompt) + 1
-    accepted: list[int] = []
-    drafted: list[int] = []
-    while place < len(text):
-        rest = text[place : place + block_size]
-        draft = proposer.propose(text[:place])[: len(text) - place]
-        new = accept(draft, rest, room=len(rest), stop_ids=frozenset())
-        proposer.extend(hidden[:, place - 1 : place - 1 + len(new)])
-        place += len(new)
-        accepted.append(len(new) - 1)
-        drafted.append(offered(draft, new, ended=place == len(text)))
-    return Generation(tokens=tuple(tokens), accepted=tuple(accepted), drafted=tuple(drafted), seconds=time.perf_counter() - start)

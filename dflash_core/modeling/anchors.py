@@ -62,7 +62,7 @@ def build_blocks(
 ) -> AnchoredBlocks:
     """Blocks [B, N, S] opened by `anchors` [B, N]; padding of a row must have loss_mask 0."""
     length = input_ids.shape[1]
-    positions = anchors.unsqueeze(-1) + torch.arange(block_size)  # [B, N, S]
+    positions = anchors.unsqueeze(-1) + torch.arange(block_size, device=anchors.device)  # [B, N, S]
     inside = positions < length
     flat = positions.clamp(max=length - 1).flatten(1)
     labels = input_ids.long().gather(1, flat).view(positions.shape)
@@ -76,5 +76,5 @@ def build_blocks(
         block_valid=valid,
         block_ids=block_ids,
         labels=labels,
-        weights=prefix * decay_weights(block_size, gamma),
+        weights=prefix * decay_weights(block_size, gamma).to(prefix.device),
     )

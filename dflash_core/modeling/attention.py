@@ -4,11 +4,25 @@
                                         slot o' of block j   always, both directions       state does not exist when serving)
 
 Visibility follows positions, never block numbers. A padding block sees its own slots only, so that no row is empty.
+
+    dense     one masked softmax over [context | all blocks]: the reference, and what runs on CUDA without compilation
+    grouped   own block apart, context in runs of neighbouring anchors: what all of a run see without a mask, the rest with one;
+              merged by log-sum-exp. Far fewer scores, and no mask of the size of all of them. For the CPU (modeling/grouped.py)
+    flex      FlexAttention with the rule as a block mask; CUDA
 """
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from dflash_core.modeling.grouped import Run, grouped_attention, runs_of_blocks
+
+Backend = Literal["dense", "grouped", "flex"]
+FEW_KEYS = 512  # one kernel over all of them is as fast as several over what is seen
 
 
 def block_mask(anchor_positions: Tensor, block_valid: Tensor, *, context_length: int, block_size: int) -> Tensor:
@@ -22,6 +36,77 @@ def block_mask(anchor_positions: Tensor, block_valid: Tensor, *, context_length:
     return torch.cat([context, own_block], dim=-1).unsqueeze(1)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k / sqrt(d)) v, not causal. query [B, heads, Q, d]; key, value [B, kv_heads, K, d]; mask None: all visible."""
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+def choose_backend(wanted: Backend | Literal["auto"], device: str, *, keys: int) -> Backend:
+    """auto: what is fastest on "cpu" or "cuda:0" for that many keys of a row, own slots included."""
+    if wanted != "auto":
+        return wanted
+    if device.startswith("cuda"):
+        return "flex"
+    return "dense" if keys <= FEW_KEYS else "grouped"
+
+
+def check_backend(wanted: Backend | Literal["auto"], device: str) -> None:
+    """Raises ValueError where the wanted one cannot train on the device."""
+    if wanted == "flex" and device == "cpu":
+        raise ValueError("training.attention flex on cpu: FlexAttention has no backward pass there; choose auto or dense")
+    if wanted == "grouped" and device != "cpu":
+        raise ValueError(f"training.attention grouped on {device}: its kernels are the CPU's; choose auto or dense")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockView:
+    """Which keys the slots of a batch's blocks see; made once a batch, used by every layer."""
+
+    anchor_positions: Tensor  # [B, N], rising in each row but for padding blocks
+    block_valid: Tensor  # [B, N]
+    context_length: int
+    block_size: int
+    backend: Backend
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[B, 1, N*S, T + N*S] bool."""
+        return block_mask(self.anchor_positions, self.block_valid, context_length=self.context_length, block_size=self.block_size)
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """How `grouped` reads the context."""
+        return runs_of_blocks(self.anchor_positions, self.block_valid)
+
+    @cached_property
+    def flex_mask(self) -> Any:
+        """The rule for FlexAttention; one for all heads."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        anchors, valid, length, size = self.anchor_positions, self.block_valid, self.context_length, self.block_size
+
+        def rule(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            block = query // size
+            context = (key < anchors[row, block]) & valid[row, block]
+            return torch.where(key < length, context, (key - length) // size == block)
+
+        rows, queries = anchors.shape[0], anchors.shape[1] * size
+        return create_block_mask(rule, rows, None, queries, length + queries, device=str(anchors.device))
+
+
+def attend(query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], view: BlockView | None) -> Tensor:
+    """softmax(q k / sqrt(d)) v over context and own block, [B, heads, Q, d].
+
+    query [B, heads, Q, d]; `context` and `own` are keys and values [B, kv_heads, T or Q, d]. `view` None: all is visible.
+    """
+    if view is not None and view.backend == "grouped":
+        return grouped_attention(query, context, own, view.runs, block_size=view.block_size)
+    key, value = (torch.cat(pair, dim=2) for pair in zip(context, own, strict=True))
+    shared = query.shape[1] != key.shape[1]
+    if view is not None and view.backend == "flex":
+        query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast the norms give fp32
+        return _flex(query.is_cuda)(query, key, value, block_mask=view.flex_mask, enable_gqa=shared)
+    return scaled_dot_product_attention(query, key, value, attn_mask=None if view is None else view.mask, enable_gqa=shared)
+
+
+@cache
+def _flex(compiled: bool) -> Any:
+    """FlexAttention; without compilation, as on the CPU, it has no backward pass and is for comparison only."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from dflash_core.modeling.attention import attend
+from dflash_core.modeling.attention import BlockView, attend
 from dflash_core.records import DrafterShape
 
 KeyValue = tuple[Tensor, Tensor]  # [B, kv_heads, T, head_dim] each
@@ -76,12 +76,10 @@ class Attention(nn.Module):
         key = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
         return rotate(key, *rotary), self._heads(self.v_proj(x)).transpose(1, 2)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: KeyValue, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: KeyValue, view: BlockView | None) -> Tensor:
         query = rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), *rotary)
-        own_key, own_value = self.keys_values(x, rotary)
-        key = torch.cat([context[0], own_key], dim=2)
-        value = torch.cat([context[1], own_value], dim=2)
-        return self.o_proj(attend(query, key, value, mask).transpose(1, 2).flatten(2))
+        out = attend(query, context, self.keys_values(x, rotary), view)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -107,8 +105,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: KeyValue, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, context, mask)
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: KeyValue, view: BlockView | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, context, view)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -124,20 +122,21 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rotary = Rotary(shape.head_dim, shape.rope_theta)
 
-    def context(self, target_hidden: Tensor, positions: Tensor) -> list[KeyValue]:
-        """Keys and values of every layer for tapped states [B, T, K*H] at absolute positions [B, T]."""
+    def context(self, target_hidden: Tensor, *, start: int | Tensor = 0) -> list[KeyValue]:
+        """Keys and values of every layer for tapped states [B, T, K*H] at positions start .. start+T-1; `start` may be [B, 1]."""
+        rows, length, _ = target_hidden.shape
         states = self.hidden_norm(self.fc(target_hidden))
-        rotary = self.rotary(positions)
+        rotary = self.rotary((start + torch.arange(length, device=target_hidden.device)).expand(rows, -1))
         return [cast(Layer, layer).self_attn.keys_values(states, rotary) for layer in self.layers]
 
-    def forward(self, embeddings: Tensor, positions: Tensor, context: list[KeyValue], mask: Tensor | None = None) -> Tensor:
+    def forward(self, embeddings: Tensor, positions: Tensor, context: list[KeyValue], view: BlockView | None = None) -> Tensor:
         """Final-normed states [B, Q, H] of block slots given their embeddings [B, Q, H] and absolute positions [B, Q].
 
-        `mask` [B, 1, Q, T + Q] bool says what each slot sees; None: everything (one block, context up to its anchor).
+        `view` says what each slot sees; None: everything (one block, context up to its anchor).
         """
         rotary = self.rotary(positions)
         for layer, key_value in zip(self.layers, context, strict=True):
-            embeddings = layer(embeddings, rotary, key_value, mask)
+            embeddings = layer(embeddings, rotary, key_value, view)
         return self.norm(embeddings)
 
 

@@ -2,6 +2,7 @@
 
     config.json --read_facts--> TargetFacts
     weights     --load_replica--> TapReplica.tap(batch) -> TappedBatch          hooks on the tapped layers
+                                  check_padding: a row's states do not depend on what stands beside it
     weights     --load_ends-----> TargetEnds.embed(ids), .head(states)          frozen, shared with the drafter
 
 Hooks, not `output_hidden_states`: on a model cut after its last tap, transformers returns that one after the final norm.
@@ -16,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_core.records import Batch, TappedBatch, TargetFacts
+from dflash_core.config import TrainingConfig
+from dflash_core.records import Batch, PlannedBatch, TappedBatch, TargetFacts
+
+PADDING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # relative; other shapes round otherwise, layer after layer
 
 
 def read_facts(path: str) -> TargetFacts:
@@ -27,9 +31,6 @@ def read_facts(path: str) -> TargetFacts:
         raise ValueError(f"target.path {path!r}: no such directory, and no hub id of the form owner/name")
     top = AutoConfig.from_pretrained(path)
     config = top.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0 or "rope_theta" not in rope:
-        raise ValueError(f"target.path {path!r}: rope_parameters {rope} are not supported yet; plain rope_theta is")
     heads = config.num_attention_heads
     return TargetFacts(
         num_layers=config.num_hidden_layers,
@@ -40,12 +41,24 @@ def read_facts(path: str) -> TargetFacts:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
-        rope_theta=float(rope["rope_theta"]),
+        rope_theta=rope_theta(getattr(config, "rope_parameters", None) or {}, path=path),
         max_positions=config.max_position_embeddings,
         eos_ids=tuple(dict.fromkeys((*_ids(config.eos_token_id), *_generation_eos(path)))),
         pad_ids=_ids(config.pad_token_id),
         bos_ids=_ids(config.bos_token_id),
     )
+
+
+def rope_theta(rope: dict[str, Any], *, path: str) -> float:
+    """The base of the drafter's rotary positions: that of the target's full-attention layers.
+
+    The drafter turns whole heads whatever share of its own the target turns (`partial_rotary_factor`, `mrope_*`), as engines serve it.
+    Raises ValueError for a scaled schema (yarn, llama3, ...).
+    """
+    own = rope.get("full_attention", rope)  # one schema a kind of layer, in Gemma's configs
+    if own.get("rope_type", "default") != "default" or "rope_theta" not in own:
+        raise ValueError(f"target.path {path!r}: rope_parameters {rope} are not supported yet; plain rope_theta is")
+    return float(own["rope_theta"])
 
 
 def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -109,12 +122,27 @@ class Taps:
 
 
 class TapReplica:
-    """One target replica on one device: no head, no layer after the last tap."""
+    """One target replica on one device: no head, no layer after the last tap.
 
-    def __init__(self, path: str, *, layer_ids: Sequence[int], dtype: str, device: str, attention: str) -> None:
-        self.device = device
+    `packed`: a batch is read as one row of documents without padding, each seeing itself only.
+    `teacher`: all layers stay, and the state after the final norm, from which the head makes the target's distribution, is kept.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        layer_ids: Sequence[int],
+        dtype: str,
+        device: str,
+        attention: str,
+        packed: bool = False,
+        teacher: bool = False,
+    ) -> None:
+        self.path, self.dtype, self.device, self.packed, self._teacher = path, dtype, device, packed, teacher
         decoder = decoder_of(load_model(path, dtype=dtype, device=device, attention=attention))
-        decoder.layers = decoder.layers[: max(layer_ids) + 1]
+        if not teacher:
+            decoder.layers = decoder.layers[: max(layer_ids) + 1]
         self._decoder = decoder
         self._taps = Taps(decoder, layer_ids)
 
@@ -123,8 +151,69 @@ class TapReplica:
         if self.device == "cpu":
             torch.set_num_threads(1)
         with torch.no_grad():
-            self._decoder(input_ids=batch.input_ids.to(self.device).long(), use_cache=False)
-            return TappedBatch(batch=batch, target_hidden=self._taps.take())
+            ids = batch.input_ids.to(self.device).long()
+            if self.packed:
+                return TappedBatch(batch=batch, **self._tap_packed(ids, batch.lengths.to(self.device).long()))
+            return TappedBatch(batch=batch, **self._read(ids))
+
+    def _read(self, ids: Tensor, positions: Tensor | None = None) -> dict[str, Any]:
+        """States of `ids` [B, T] by their name in TappedBatch."""
+        last = self._decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        return {"target_hidden": self._taps.take(), **({"last_hidden": last} if self._teacher else {})}
+
+    def _tap_packed(self, ids: Tensor, lengths: Tensor) -> dict[str, Any]:
+        """States [B, T, ...], zero on padding, from one packed row [1, sum of lengths].
+
+        Positions that begin anew tell transformers where documents end: SDPA gets a block-diagonal mask, flash-attn the bounds.
+        """
+        document_ids = torch.arange(len(lengths), device=ids.device).repeat_interleave(lengths)  # [sum of lengths]
+        starts = lengths.cumsum(0) - lengths
+        positions = torch.arange(len(document_ids), device=ids.device) - starts[document_ids]
+        packed = ids[document_ids, positions].unsqueeze(0)
+        unpacked = {}
+        for name, states in self._read(packed, positions.unsqueeze(0)).items():
+            unpacked[name] = states.new_zeros(*ids.shape, states.shape[-1])
+            unpacked[name][document_ids, positions] = states.squeeze(0)
+        return unpacked
+
+
+def padding_error(replica: TapReplica, *, row: int, longest: int, vocab_size: int) -> float:
+    """How much the taps of a row of `row` tokens change when it is padded with garbage to `longest` beside another row.
+
+    The largest over its tokens of |change| / |state|; a target that reads each row by itself gives rounding errors only.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (2, longest), generator=generator, dtype=torch.int32)
+
+    def states(ids: Tensor, lengths: list[int]) -> Tensor:
+        plan = PlannedBatch(number=0, epoch=0, rows=tuple(range(len(lengths))), credit=0)
+        mask = torch.zeros_like(ids, dtype=torch.uint8)
+        batch = Batch(plan=plan, input_ids=ids, loss_mask=mask, lengths=torch.tensor(lengths, dtype=torch.int32))
+        return replica.tap(batch).target_hidden[0, :row].float()
+
+    alone, beside = states(ids[:1, :row], [row]), states(ids, [row, longest])
+    size = alone.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)  # a token embedded as zeros may have a state of zeros
+    return float(((beside - alone).norm(dim=-1) / size).max())
+
+
+def check_padding(replica: TapReplica, training: TrainingConfig, *, max_length: int, vocab_size: int) -> None:
+    """Raises ValueError, naming the target, where what stands beside a row in `training.batching` changes its hidden states.
+
+    Dynamic rope scaling, experts of limited capacity and quantisation by tensor do that.
+    """
+    longest = max(1, min(max_length, training.tokens_per_batch // 2))  # of what can stand beside another row
+    row = longest if training.batching == "equal" else max(1, longest // 2)
+    error = padding_error(replica, row=row, longest=longest, vocab_size=vocab_size)
+    if not error <= PADDING_TOLERANCE[replica.dtype]:
+        remedy = {
+            "padded": "set training.batching to equal, which keeps rows of one length together",
+            "packed": "set training.batching to padded",
+            "equal": "this target cannot read several rows at once; choose another",
+        }[training.batching]
+        raise ValueError(
+            f"target.path {replica.path!r}: hidden states of a row of {row} tokens change by {error:.2g} (limit "
+            f"{PADDING_TOLERANCE[replica.dtype]}) when another of {longest} stands beside it; {remedy}"
+        )
 
 
 class TargetEnds:
@@ -133,6 +222,11 @@ class TargetEnds:
     def __init__(self, model: Any) -> None:
         self.embed: nn.Module = model.get_input_embeddings()
         self.head: nn.Module = model.get_output_embeddings()
+
+    @property
+    def head_dtype(self) -> torch.dtype:
+        """Precision in which the head wants its states."""
+        return next(self.head.parameters()).dtype
 
 
 def load_ends(path: str, *, dtype: str, device: str, attention: str) -> TargetEnds:

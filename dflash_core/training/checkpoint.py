@@ -19,20 +19,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_core.data.shards import file_sha256
+from dflash_core.files import file_sha256, sync
 from dflash_core.records import TrainState
 
 WEIGHTS, MOMENTS, STATE = "weights.safetensors", "moments.safetensors", "state.json"
 STEP = re.compile(r"^step-(\d{8})$")
 
 
-def environment() -> dict[str, Any]:
+def environment(*, ranks: int = 1) -> dict[str, Any]:
     """What bit-identical arithmetic depends on besides the config: stored, and compared on resume."""
     packages = {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")}
-    return {"python": platform.python_version(), "machine": platform.machine(), "threads": 1, **packages}
+    return {"python": platform.python_version(), "machine": platform.machine(), "threads": 1, "ranks": ranks, **packages}
 
 
-def save_checkpoint(directory: Path, state: TrainState, *, depends_on: dict[str, Any]) -> Path:
+def save_checkpoint(directory: Path, state: TrainState, *, depends_on: dict[str, Any], ranks: int = 1) -> Path:
     """`state` under `directory`/step-XXXXXXXX, atomically; returns that path. `depends_on` goes into state.json."""
     final = directory / f"step-{state.step:08d}"
     if final.is_dir():
@@ -48,30 +48,42 @@ def save_checkpoint(directory: Path, state: TrainState, *, depends_on: dict[str,
         "position": state.position,
         "counters": state.counters,
         "depends_on": depends_on,
-        "environment": environment(),
+        "environment": environment(ranks=ranks),
         "sha256": sums,
     }
     (beside / STATE).write_text(json.dumps(value, indent=2), encoding="utf-8")
     for name in (WEIGHTS, MOMENTS, STATE):
-        _sync(beside / name)
-    _sync(beside)
+        sync(beside / name)
+    sync(beside)
     os.rename(beside, final)
-    _sync(directory)
+    sync(directory)
     return final
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def clean(directory: Path) -> None:
     """Removes what a killed save left."""
     for partial in directory.glob(".step-*.partial"):
         shutil.rmtree(partial)
+
+
+def prune(directory: Path, *, keep: int) -> None:
+    """Removes all checkpoints but the last `keep` and the best: that of the highest `quality` among its counters."""
+    states = {path: path / STATE for path in sorted(directory.glob("step-*")) if STEP.match(path.name)}
+    complete = [path for path, state in states.items() if state.is_file()]
+
+    def quality(path: Path) -> float:
+        counters: dict[str, float] = json.loads(states[path].read_text(encoding="utf-8"))["counters"]
+        return counters.get("quality", 0.0)
+
+    older = complete[:-keep]
+    if not older:
+        return
+    best = max(complete, key=lambda path: (quality(path), path.name))
+    for path in older:
+        if path != best:
+            beside = directory / f".{path.name}.partial"
+            os.rename(path, beside)  # never half a checkpoint under its name
+            shutil.rmtree(beside)
 
 
 def latest(directory: Path) -> Path | None:

@@ -14,18 +14,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, *, total: int, training: TrainingConfig) -> float:
-    """Rate of step `step` (0-based) of `total`: linear warm-up over a share of the steps, then cosine to zero."""
+    """Rate of step `step` (0-based) of `total`: linear warm-up over a share of the steps, then the schedule, to zero at the end.
+
+    cosine falls all the way; wsd (warm-up, stable, decay) stays and falls linearly over the last share `decay`.
+    """
     warm = math.ceil(training.warmup * total)
     if step < warm:
         return training.learning_rate * (step + 1) / warm
+    if training.schedule == "wsd":
+        return training.learning_rate * min(1.0, max(0, total - step) / max(1, math.ceil(training.decay * total)))
     progress = (step - warm) / max(1, total - warm)
     return training.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; the rate is set before every step."""
+    """AdamW over all parameters, in one kernel for all of them; the rate is set before every step."""
     return torch.optim.AdamW(
-        module.parameters(), lr=training.learning_rate, betas=training.betas, weight_decay=training.weight_decay
+        module.parameters(), lr=training.learning_rate, betas=training.betas, weight_decay=training.weight_decay, fused=True
     )
 
 
@@ -43,4 +48,4 @@ def write_moments(module: nn.Module, optimizer: torch.optim.Optimizer, moments: 
     for name, parameter in module.named_parameters():
         if f"{name}.exp_avg" in moments:
             kept = {kind: moments[f"{name}.{kind}"].to(parameter.device, torch.float32).clone() for kind in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **kept}
+            optimizer.state[parameter] = {"step": torch.tensor(float(step), device=parameter.device), **kept}

@@ -1,4 +1,4 @@
-"""Chat templates of the kinds that CASES.md names, as small as they can be."""
+"""Chat templates of the kinds that real models have, as small as they can be."""
 
 from tests.fakes import CHATML
 
@@ -9,7 +9,7 @@ _EACH = (
     "{%- endfor -%}"
 )
 
-# T2: the answer is marked for those who read generation tags; we do not need them
+# T2: the answer is marked by generation tags
 TAGGED = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
@@ -18,6 +18,11 @@ TAGGED = (
     "{%- else -%}{{- message['content'] + '<|im_end|>' -}}{%- endif -%}"
     "{{- '\\n' -}}"
     "{%- endfor -%}" + _PROMPT
+)
+# T6: the mark closes before the end-of-turn token
+TAGGED_EARLY = TAGGED.replace(
+    "{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}",
+    "{{- message['content'] -}}{%- endgeneration -%}{{- '<|im_end|>' -}}",
 )
 # T3: strict order of roles
 STRICT = (
@@ -79,6 +84,7 @@ TEMPLATES = {
     "T3 strict": STRICT,
     "T4 reasoning": REASONING,
     "T5 begins": BEGINS,
+    "T6 tagged early": TAGGED_EARLY,
     "T7 trims": TRIMS,
     "T8 default system": DEFAULT_SYSTEM,
     "T9 tool mapping": TOOL_MAPPING,
@@ -86,4 +92,5 @@ TEMPLATES = {
     "stops at the end": STOPS_AT_THE_END,
     "other prompt": OTHER_PROMPT,
     "counting": COUNTING,
+    "counting, other prompt": COUNTING.replace(CHATML, OTHER_PROMPT),
 }

@@ -1,11 +1,12 @@
 """Which tokens are supervised: exactly the assistant's, proven on templates of each kind, or the row is dropped by name."""
 
+import datetime
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from dflash_core.data.chat import Unprovable, render, token_row
+from dflash_core.data.chat import Rendered, Unprovable, check_as_served, open_chat, token_rows
 from dflash_core.records import Conversation, TokenRow
 from tests.data.templates import TEMPLATES
 from tests.fakes import CHATML, END_OF_TEXT, IM_END, chats, make_tokenizer
@@ -19,8 +20,20 @@ TWO_TURNS = [
 ]
 
 
+def rows_of(
+    tokenizer: Any, messages: list[dict[str, Any]], stop: frozenset[int] = STOP, tools: Any = None, **options: Any
+) -> Rendered:
+    chat = open_chat(tokenizer, stop_ids=stop, **options)
+    return token_rows(chat, Conversation(id="x", messages=messages, tools=tools))
+
+
 def row_of(tokenizer: Any, messages: list[dict[str, Any]], stop: frozenset[int] = STOP, tools: Any = None) -> TokenRow:
-    return token_row(tokenizer, Conversation(id="x", messages=messages, tools=tools), stop)
+    (row,) = rows_of(tokenizer, messages, stop, tools).rows
+    return row
+
+
+def render(tokenizer: Any, messages: list[dict[str, Any]], *, generation_prompt: bool) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
 
 
 def supervised(tokenizer: Any, row: TokenRow) -> list[str]:
@@ -35,7 +48,8 @@ def supervised(tokenizer: Any, row: TokenRow) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["T1 chatml", "T2 tagged", "T3 strict", "T5 begins", "T7 trims", "T8 default system", "T9 tool mapping"]
+    "name",
+    ["T1 chatml", "T2 tagged", "T3 strict", "T5 begins", "T6 tagged early", "T7 trims", "T8 default system", "T9 tool mapping"],
 )
 def test_each_answer_and_its_stop_token_are_supervised_and_nothing_else(name: str) -> None:
     tokenizer = make_tokenizer(TEMPLATES[name])
@@ -44,17 +58,22 @@ def test_each_answer_and_its_stop_token_are_supervised_and_nothing_else(name: st
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in TEMPLATES if name not in ("unstopped", "stops at the end", "other prompt", "counting")]
+    "name",
+    [
+        name
+        for name in TEMPLATES
+        if name not in ("unstopped", "stops at the end", "other prompt", "counting", "counting, other prompt")
+    ],
 )
 def test_supervised_text_is_what_follows_the_served_prompt(name: str) -> None:
     """A slow, independent version: answers cut out of the rendered text between the prompt and the stop token's text."""
     tokenizer = make_tokenizer(TEMPLATES[name])
     for chat in chats(30):
-        text = render(tokenizer, chat["messages"], tools=None, generation_prompt=False)
+        text = render(tokenizer, chat["messages"], generation_prompt=False)
         answers = []
         for turn, message in enumerate(chat["messages"]):
             if message["role"] == "assistant":
-                prompt = render(tokenizer, chat["messages"][:turn], tools=None, generation_prompt=True)
+                prompt = render(tokenizer, chat["messages"][:turn], generation_prompt=True)
                 answers.append(text[len(prompt) :].split("<|im_end|>")[0] + "<|im_end|>")
         assert supervised(tokenizer, row_of(tokenizer, chat["messages"])) == answers
 
@@ -78,7 +97,7 @@ def test_a_trimming_template_supervises_the_trimmed_answer() -> None:
     assert supervised(tokenizer, row_of(tokenizer, messages)) == ["Hello there<|im_end|>"]
 
 
-def test_dropped_reasoning_is_not_supervised_and_the_last_one_is() -> None:
+def test_reasoning_dropped_from_earlier_turns_is_trained_in_rows_as_served() -> None:
     tokenizer = make_tokenizer(TEMPLATES["T4 reasoning"])
     messages = [
         {"role": "user", "content": "6*7?"},
@@ -86,11 +105,16 @@ def test_dropped_reasoning_is_not_supervised_and_the_last_one_is() -> None:
         {"role": "user", "content": "and plus 1?"},
         {"role": "assistant", "content": "43", "reasoning_content": "add one"},
     ]
-    row = row_of(tokenizer, messages)
-    assert supervised(tokenizer, row) == ["42<|im_end|>", "<think>\nadd one\n</think>\n\n43<|im_end|>"]
-    prompt = tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
-    first = len(tokenizer.encode(prompt, add_special_tokens=False))
-    assert (row.loss_mask[first - 1], row.loss_mask[first]) == (0, 1), "the first supervised token is the first to generate"
+    rendered = rows_of(tokenizer, messages)
+    assert rendered.method == "turns"
+    assert [row.id for row in rendered.rows] == ["x/turn-1", "x/turn-3"]
+    assert [supervised(tokenizer, row) for row in rendered.rows] == [
+        ["<think>\nmultiply\n</think>\n\n42<|im_end|>"],
+        ["<think>\nadd one\n</think>\n\n43<|im_end|>"],
+    ]
+    for row, turn in zip(rendered.rows, (1, 3), strict=True):
+        first = len(tokenizer.encode(render(tokenizer, messages[:turn], generation_prompt=True), add_special_tokens=False))
+        assert (row.loss_mask[first - 1], row.loss_mask[first]) == (0, 1), "the first supervised token is the first to generate"
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -136,22 +160,15 @@ def test_all_stop_tokens_of_the_target_end_a_turn() -> None:
     [
         ("unstopped", TWO_TURNS, "an assistant turn without a stop token"),
         ("unstopped", TWO_TURNS[:2], "an assistant turn without a stop token"),
-        ("stops at the end", TWO_TURNS, "an answer that the template renders otherwise in a longer conversation"),
-        ("other prompt", TWO_TURNS, "the served prompt is no prefix of the render"),
-        ("counting", TWO_TURNS, "the served prompt is no prefix of the render"),
+        ("counting, other prompt", TWO_TURNS, "the served prompt is no prefix of the render"),
         ("T3 strict", TWO_TURNS[1:], "template rejected the row: Conversation roles must alternate user/assistant"),
         (
             "T3 strict",
             [TWO_TURNS[0], *TWO_TURNS[:2]],
             "template rejected the row: Conversation roles must alternate user/assistant",
         ),
-        ("T1 chatml", TWO_TURNS[1:], "the assistant speaks first"),
+        ("T1 chatml", TWO_TURNS[1:2], "the assistant speaks first"),
         ("T1 chatml", [TWO_TURNS[0], {"role": "assistant", "content": "a<|im_end|>b"}], "a stop token inside an answer"),
-        (
-            "T9 tool mapping",
-            [TWO_TURNS[0], {**TWO_TURNS[1], "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}],
-            "template rejected the row: Can only get item pairs from a mapping.",
-        ),
     ],
 )
 def test_what_cannot_be_proven_is_dropped_by_name(name: str, messages: list[dict[str, Any]], reason: str) -> None:
@@ -160,13 +177,23 @@ def test_what_cannot_be_proven_is_dropped_by_name(name: str, messages: list[dict
     assert str(error.value) == reason
 
 
-def test_tokens_that_merge_across_the_prompts_end_are_no_proof() -> None:
-    """The prompt ends in a space, which the tokenizer joins to the answer's first word."""
-    tokenizer = make_tokenizer(
-        CHATML.replace("message['role'] + '\\n'", "message['role'] + ': '").replace("assistant\\n'", "assistant: '")
-    )
-    with pytest.raises(Unprovable, match="tokens are no prefix"):
-        row_of(tokenizer, [TWO_TURNS[0], {"role": "assistant", "content": "is it?"}])
+def test_a_tokenizer_without_a_template_or_a_stop_token_is_refused_naming_the_model() -> None:
+    tokenizer = make_tokenizer(None)
+    tokenizer.name_or_path = "some/model"
+    with pytest.raises(ValueError, match="some/model: its tokenizer has no chat template"):
+        open_chat(tokenizer, stop_ids=STOP)
+    tokenizer.chat_template = CHATML
+    with pytest.raises(ValueError, match="some/model: no stop token"):
+        open_chat(tokenizer, stop_ids=frozenset())
+
+
+def test_the_date_is_recorded_only_where_the_template_prints_it() -> None:
+    assert open_chat(make_tokenizer(), stop_ids=STOP, date="2026-01-31").date == ""
+    dated = make_tokenizer("{{- 'Today is ' + strftime_now('%d %b %Y') + '\\n' -}}" + CHATML)
+    rendered = rows_of(dated, TWO_TURNS, date="2026-01-31")
+    assert dated.decode(rendered.rows[0].input_ids).startswith("Today is 31 Jan 2026\n")
+    assert open_chat(dated, stop_ids=STOP, date="2026-01-31").date == "2026-01-31"
+    assert open_chat(dated, stop_ids=STOP).date == datetime.date.today().isoformat()
 
 
 def test_tools_that_are_no_list_of_objects_are_dropped_by_name() -> None:
@@ -224,3 +251,17 @@ def test_a_call_without_text_is_supervised_in_full(qwen: Any) -> None:
     messages = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     (text,) = supervised(tokenizer, row_of(tokenizer, messages, QWEN_STOP))
     assert text == '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
+
+
+def test_a_row_that_was_generated_with_thinking_is_rendered_so_whatever_the_run_says() -> None:
+    opening = "{{- '<|im_start|>assistant\\n' -}}"
+    template = CHATML.replace(opening, opening + "{%- if not enable_thinking -%}{{- 'none ' -}}{%- endif -%}")
+    assert template != CHATML
+    tokenizer = make_tokenizer(template)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "none 42"}]
+    for run, row, answer in ((True, None, "none 42"), (True, False, "42"), (False, True, "none 42"), (None, True, "none 42")):
+        chat = open_chat(tokenizer, stop_ids=STOP, thinking=run)
+        conversation = Conversation(id="x", messages=messages, thinking=row)
+        rendered = token_rows(chat, conversation)
+        assert supervised(tokenizer, rendered.rows[0]) == [answer + "<|im_end|>"]
+        assert check_as_served(chat, conversation, rendered) == {1: True}

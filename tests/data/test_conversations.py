@@ -1,5 +1,7 @@
 """Conversations from JSONL: what is read, what is dropped by which name, what stops the whole file."""
 
+import hashlib
+import json
 import logging
 from collections import Counter
 from pathlib import Path
@@ -7,20 +9,21 @@ from typing import Any
 
 import pytest
 
-from dflash_core.data.conversations import read_conversations
+from dflash_core.config import DataConfig
+from dflash_core.data.conversations import read_conversations, read_part, write_part
 from dflash_core.records import Conversation
 from tests.fakes import chats, write_jsonl
 
 PAIR = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-def read(path: Path) -> tuple[list[Conversation], dict[str, int]]:
+def read(path: Path, **data: Any) -> tuple[list[Conversation], dict[str, int]]:
     dropped: Counter[str] = Counter()
-    return list(read_conversations(str(path), dropped)), dict(dropped)
+    return list(read_conversations(DataConfig(conversations=str(path), **data), dropped)), dict(dropped)
 
 
-def read_lines(tmp_path: Path, *lines: Any) -> tuple[list[Conversation], dict[str, int]]:
-    return read(write_jsonl(tmp_path / "c.jsonl", lines))
+def read_lines(tmp_path: Path, *lines: Any, **data: Any) -> tuple[list[Conversation], dict[str, int]]:
+    return read(write_jsonl(tmp_path / "c.jsonl", lines), **data)
 
 
 def test_rows_come_in_order_with_ids_messages_and_tools(tmp_path: Path) -> None:
@@ -33,14 +36,14 @@ def test_rows_come_in_order_with_ids_messages_and_tools(tmp_path: Path) -> None:
     ]
 
 
-def test_a_row_without_an_id_gets_one_from_its_content(tmp_path: Path) -> None:
-    found, _ = read_lines(
-        tmp_path, {"messages": PAIR}, {"messages": PAIR}, {"messages": PAIR, "x": 1}, {"id": 0, "messages": PAIR}
-    )
-    ids = [row.id for row in found]
-    assert ids[0] == ids[1] != ids[2]
-    assert len(ids[0]) == 16
-    assert ids[3] == "0", "0 is an id"
+def test_ids_are_the_row_s_own_or_made_from_what_it_says(tmp_path: Path) -> None:
+    other = [PAIR[0], {"role": "assistant", "content": "c"}]
+    rows = [{"messages": PAIR}, {"messages": PAIR, "x": 1}, {"messages": other}, {"id": 0, "messages": PAIR}]
+    found, _ = read_lines(tmp_path, *rows, {"id": "dup", "messages": PAIR}, {"id": "dup", "messages": other})
+    said = json.dumps({"messages": PAIR, "tools": None}, sort_keys=True, separators=(",", ":"))
+    own = hashlib.sha256(said.encode()).hexdigest()
+    assert [row.id for row in found] == [own[:16], own[:16], found[2].content_hash[:16], "0", "dup", "dup"], "0 is an id"
+    assert [row.content_hash == own for row in found] == [True, True, False, True, True, False]
 
 
 def test_null_fields_are_as_if_absent(tmp_path: Path) -> None:
@@ -56,16 +59,15 @@ def test_null_fields_are_as_if_absent(tmp_path: Path) -> None:
         ('{"id":"x"},', "broken JSON"),
         ("not json", "broken JSON"),
         ("[" * 200_000, "broken JSON"),
-        ("[1, 2]", "no messages"),
+        ("[1, 2]", "message is no object"),
         ("3", "no messages"),
-        ({"id": "F12", "conversations": []}, "no messages"),
+        ({"id": "F12", "conversations": []}, "empty messages"),
         ({"messages": "hello"}, "no messages"),
         ({"messages": []}, "empty messages"),
         ({"messages": ["hello"]}, "message is no object"),
         ({"messages": [{"role": "user", "content": None}, PAIR[1]]}, "content is no text"),
         ({"messages": [{"role": "user"}, PAIR[1]]}, "content is no text"),
         ({"messages": [{"role": "user", "content": 42}, PAIR[1]]}, "content is no text"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, PAIR[1]]}, "content is no text"),
         ('{"messages":[{"role":"user","content":"bad \\ud83d"},{"role":"assistant","content":"b"}]}', "text is no valid Unicode"),
         (
             '{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b","reasoning_content":"\\ud83d"}]}',
@@ -109,18 +111,36 @@ def test_each_reason_is_logged_once_with_its_place(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize("role", ["heron_7b", "Assistant", "", None, 3, ["user"]])
-def test_an_unknown_role_stops_with_the_line_and_the_known_ones(tmp_path: Path, role: Any) -> None:
-    path = write_jsonl(tmp_path / "c.jsonl", [{"messages": PAIR}, {"messages": [PAIR[0], {"role": role, "content": "x"}]}])
-    with pytest.raises(ValueError, match="line 2: unknown role") as error:
+def test_a_file_of_unknown_roles_stops_with_the_first_line_and_the_known_ones(tmp_path: Path, role: Any) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", [{"messages": [PAIR[0], {"role": role, "content": "x"}]}] * 3)
+    with pytest.raises(ValueError, match=r"line 1: unknown role .*only 0 of 3 conversations can be trained") as error:
         read(path)
     assert repr(role) in str(error.value)
     assert "known are system, user, assistant, tool" in str(error.value)
 
 
-def test_a_missing_file_or_a_directory_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "tarin.jsonl", tmp_path):
-        with pytest.raises(ValueError, match=rf"data\.conversations '{path}': no such file"):
-            read(path)
+def test_an_unknown_role_drops_its_row_with_one_warning_or_is_mapped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad = {"id": "F11", "messages": [PAIR[0], {"role": "heron_7b", "content": "A bot."}]}
+    found, dropped = read_lines(tmp_path, bad, {"id": "1", "messages": PAIR}, bad, bad)
+    assert ([row.id for row in found], dropped) == (["1"], {"unknown role 'heron_7b'": 3})
+    assert [record.getMessage().count("unknown role 'heron_7b'") for record in caplog.records] == [1]
+    found, dropped = read_lines(tmp_path, bad, roles={"heron_7b": "assistant"})
+    assert (found[0].messages, dropped) == ([PAIR[0], {"role": "assistant", "content": "A bot."}], {})
+
+
+def test_a_reason_for_each_row_does_not_fill_the_ledger(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": f"model {i}", "content": "x"}]} for i in range(300)]
+    found, dropped = read_lines(tmp_path, {"messages": PAIR}, *rows)
+    assert len(found) == 1
+    assert len(dropped) == 51
+    assert dropped["one of many other reasons"] == 250
+
+
+def test_a_missing_path_and_an_empty_directory_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"data\.conversations '{tmp_path}/tarin.jsonl': no such path"):
+        read(tmp_path / "tarin.jsonl")
+    with pytest.raises(ValueError, match=rf"data\.conversations '{tmp_path}': no data files there"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n \n"])
@@ -128,3 +148,14 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "c.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=r"c\.jsonl' is empty: give at least one conversation"):
         read(tmp_path / "c.jsonl")
+
+
+def test_a_part_file_gives_the_same_conversations_back(tmp_path: Path) -> None:
+    rows = [
+        Conversation(id="a", messages=[{"role": "user", "content": "na\u0303 \U0001f642\n"}], tools=[{"name": "f"}], source="s"),
+        Conversation(id="b", messages=[], text="as it stands", content_hash="00ff", validation=True),
+        Conversation(id="c", messages=[], input_ids=[5, 0, 7], loss_mask=[0, 1, 1], thinking=False),
+    ]
+    assert write_part(tmp_path / "part.jsonl", iter(rows)) == 3
+    assert list(read_part(tmp_path / "part.jsonl")) == rows
+    assert [path.name for path in tmp_path.iterdir()] == ["part.jsonl"]

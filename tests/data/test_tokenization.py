@@ -1,20 +1,30 @@
-"""Conversations to token rows: the ledger adds up, lengths hold, and every fixture with every template is kept rightly or dropped."""
+"""Parts of conversations to token rows: the ledger adds up, lengths and order hold, and a stop leaves nothing half-written."""
 
-import itertools
-import json
-import re
-import unicodedata
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_core.config import DataConfig
-from dflash_core.data.tokenization import Ledger, check_kept, load_tokenizer, tokenize, tokenizer_files
-from dflash_core.records import TokenRow
-from tests.data.templates import TEMPLATES
-from tests.data.test_chat import QWEN, QWEN_STOP, STOP, supervised
+from dflash_core.data.chat import open_chat
+from dflash_core.data.conversations import read_conversations, write_part
+from dflash_core.data.shards import read_stream
+from dflash_core.data.tokenization import (
+    Interrupted,
+    Ledger,
+    Limits,
+    Row,
+    check_kept,
+    fit,
+    load_tokenizer,
+    row_files,
+    tokenize_part,
+    tokenizer_files,
+)
+from dflash_core.records import Conversation, TokenRow
+from tests.data.test_chat import STOP, supervised
 from tests.fakes import VOCAB, chats, make_tokenizer, save_target, write_jsonl
 
 FIXTURES = (Path(__file__).parent / "fixtures.jsonl").read_text(encoding="utf-8").splitlines()
@@ -24,9 +34,17 @@ def run(
     path: Path, tokenizer: Any, *, stop: frozenset[int] = STOP, vocab: int = VOCAB, **data: Any
 ) -> tuple[list[TokenRow], dict[str, Any]]:
     """Rows and ledger of a file; the ledger's sum is checked against the file each time."""
-    ledger = Ledger()
-    rows = list(tokenize(DataConfig(conversations=str(path), **data), tokenizer, stop, vocab, ledger))
-    counts = ledger.as_dict()
+    config = DataConfig(conversations=str(path), **data)
+    part = path.with_name("part-00000.jsonl")
+    dropped: Counter[str] = Counter()
+    write_part(part, read_conversations(config, dropped))
+    limits = Limits(max_length=config.max_length, too_long=config.too_long, vocab_size=vocab)
+    ledger = tokenize_part(part, chat=open_chat(tokenizer, stop_ids=stop), limits=limits, tick=lambda conversations: None)
+    counts = (Ledger(dropped=dropped) + ledger).as_dict()
+    training, validation = row_files(part)
+    rows = list(read_stream(training)) if training.exists() else []
+    training.unlink(missing_ok=True)
+    assert not validation.exists()
     lines = sum(bool(line.strip()) for line in path.read_text(encoding="utf-8").splitlines())
     assert counts["rows_in"] == lines == counts["kept"] + sum(counts["dropped"].values())
     assert counts["kept"] == len(rows)
@@ -34,124 +52,30 @@ def run(
     return rows, counts
 
 
-# ---- every fixture of CASES.md with every template ------------------------------------------------------------------
+# ---- the fixtures through the reader and the ledger ------------------------------------------------------------------
 
-UNUSABLE = {  # whatever the template
+UNUSABLE = {
     "F02": "no assistant turn",
     "F03": "no assistant turn",
     "F04": "empty messages",
-    "F07": "content is no text",
     "F09": "content is no text",
-    "F12": "no messages",
-    "F19": "content is no text",
     "F20": "content is no text",
     "F22": "text is no valid Unicode",
 }
-FIRST = "the assistant speaks first"
-FEW = "fewer than 2 supervised tokens"
-REFUSED = "template rejected the row"
-MERGED = "the served prompt's tokens are no prefix of the row's"
-NO_PREFIX = "the served prompt is no prefix of the render"
-DROPPED: dict[str, dict[str, str]] = {  # beside UNUSABLE; all other rows are kept
-    "T1 chatml": {"F01": FIRST, "F05": FEW},
-    "T2 tagged": {"F01": FIRST, "F05": FEW},
-    "T3 strict": {"F01": REFUSED, "F05": FEW, "F08": REFUSED, "F10": REFUSED},
-    "T4 reasoning": {"F01": FIRST, "F10": NO_PREFIX},
-    "T5 begins": {"F01": FIRST, "F05": FEW},
-    "T7 trims": {"F01": FIRST, "F05": FEW, "F06": FEW},
-    "T8 default system": {"F01": FIRST, "F05": FEW},
-    "T9 tool mapping": {"F01": FIRST, "F05": FEW},
-    "Qwen-Qwen3-0.6B": {"F01": FIRST, "F10": NO_PREFIX},
-    "Qwen-Qwen2.5-7B-Instruct": {"F01": FIRST, "F05": FEW, "F06": MERGED},  # Qwen's BPE joins blanks over the prompt's end
-}
-
-
-def fixture_id(line: str) -> str:
-    found = re.match(r'\{"id":"(F\d\d)"', line)
-    assert found
-    return found[1]
-
-
-def said(message: dict[str, Any]) -> str:
-    """What an assistant says apart from its reasoning; composed letters, which Qwen's tokenizer writes for decomposed ones."""
-    return unicodedata.normalize("NFC", message["content"].split("</think>")[-1].strip())
-
-
-def assert_only_the_assistant_speaks(texts: list[str], messages: list[dict[str, Any]]) -> None:
-    """Each run of supervised text ends one assistant turn, in order, and holds nothing that another role said."""
-    assistants = [message for message in messages if message["role"] == "assistant"]
-    assert len(texts) == len(assistants)
-    for text, message in zip(texts, assistants, strict=True):
-        assert text.endswith("<|im_end|>")
-        assert text.count("<|im_end|>") == 1
-        answer = unicodedata.normalize("NFC", text.removesuffix("<|im_end|>"))
-        if message.get("tool_calls"):
-            assert message["tool_calls"][0]["function"]["name"] in answer or answer == message["content"]
-        else:
-            assert answer.strip().endswith(said(message))
-            extra = answer.strip().removesuffix(said(message)).replace("<think>", "").replace("</think>", "").strip()
-            thought = message.get("reasoning_content", message["content"].split("</think>")[0].replace("<think>", ""))
-            assert extra in ("", thought.strip())
-        assert not any(other["content"] in text for other in messages if other["role"] != "assistant")
-
-
-def cross(path: Path, name: str, tokenizer: Any, stop: frozenset[int], vocab: int) -> None:
-    for line in FIXTURES:
-        rows, ledger = run(write_jsonl(path, [line]), tokenizer, stop=stop, vocab=vocab)
-        dropped = {**UNUSABLE, **DROPPED[name]}.get(fixture_id(line))
-        if dropped is None:
-            assert ledger["dropped"] == {}, (line, ledger)
-            assert_only_the_assistant_speaks(supervised(tokenizer, rows[0]), json.loads(line)["messages"])
-        else:
-            assert [reason.split(":")[0] for reason in ledger["dropped"]] == [dropped], line
-
-
-@pytest.mark.parametrize("name", [name for name in DROPPED if name in TEMPLATES])
-def test_every_fixture_with_every_kind_of_template(name: str, tmp_path: Path) -> None:
-    cross(tmp_path / "one.jsonl", name, make_tokenizer(TEMPLATES[name]), STOP, VOCAB)
-
-
-@pytest.mark.parametrize("name", QWEN)
-def test_every_fixture_with_real_templates(name: str, tmp_path: Path, qwen: Any) -> None:
-    cross(tmp_path / "one.jsonl", name, qwen(name), QWEN_STOP, 151_936)
-
-
-@pytest.mark.parametrize(("name", "kept"), [("unstopped", []), ("counting", []), ("other prompt", ["F13", "F16"])])
-def test_a_template_with_little_proof_keeps_little_and_says_why(name: str, kept: list[str], tmp_path: Path) -> None:
-    """F13 and F16 open with the tag that `other prompt` adds, so there the prompt is a prefix."""
-    rows, ledger = run(write_jsonl(tmp_path / "all.jsonl", FIXTURES), make_tokenizer(TEMPLATES[name]))
-    assert [row.id for row in rows] == kept
-    assert len(ledger["dropped"]) >= 6
+FEW = "fewer than 2 supervised tokens in a row"
 
 
 def test_all_fixtures_in_one_file(tmp_path: Path) -> None:
     rows, ledger = run(write_jsonl(tmp_path / "all.jsonl", FIXTURES), make_tokenizer())
-    dropped = Counter({**UNUSABLE, **DROPPED["T1 chatml"]}.values())
-    assert ledger == {"rows_in": 22, "kept": 11, "cut": 0, "dropped": dict(dropped)}
-    assert [row.id for row in rows] == ["F00", "F06", "F08", "F10", "F13", "F14", "F15", "F16", "F17", "F18", "F21"]
-
-
-def test_an_unknown_role_stops_the_preparation(tmp_path: Path) -> None:
-    bad = '{"id":"F11","messages":[{"role":"user","content":"Who?"},{"role":"heron_7b","content":"A bot."}]}'
-    with pytest.raises(ValueError, match=r"line 2: unknown role 'heron_7b'"):
-        run(write_jsonl(tmp_path / "c.jsonl", [chats(1)[0], bad]), make_tokenizer())
-
-
-@pytest.mark.parametrize(
-    "template",
-    ["GLM-4.6", "GLM-4.7-Flash", "MiniMax-M2", "Mistral-Small-3.2-24B-Instruct-2506", "Qwen3.5-4B", "deepseek-ai-DeepSeek-V3.1"]
-    + ["deepseek-ai-DeepSeek-V3.2", "ibm-granite-granite-4.0", "moonshotai-Kimi-K2", "openai-gpt-oss-120b"],
-)
-def test_no_real_template_supervises_a_user_or_stops_the_flow(template: str, tmp_path: Path, qwen: Any) -> None:
-    """With a foreign tokenizer most of their rows have no stop token and are dropped; none may be masked wrongly or crash."""
-    tokenizer = qwen(template)
-    for line in [*FIXTURES, *map(json.dumps, chats(3))]:
-        rows, _ = run(write_jsonl(tmp_path / "c.jsonl", [line]), tokenizer, stop=QWEN_STOP, vocab=151_936)
-        if rows:
-            texts = supervised(tokenizer, rows[0])
-            assert texts
-            others = [message["content"] for message in json.loads(line)["messages"] if message["role"] != "assistant"]
-            assert not any(other in text for other, text in itertools.product(others, texts))
+    alone = [run(write_jsonl(tmp_path / "one.jsonl", [line]), make_tokenizer()) for line in FIXTURES]
+    assert rows == [row for found, _ in alone for row in found], "in the order of the file, and none depends on the others"
+    assert ledger["rows_in"] == len(FIXTURES) == 22
+    assert ledger["dropped"] == dict(sum((Counter(one["dropped"]) for _, one in alone), Counter()))
+    assert {**UNUSABLE, "F05": FEW}.items() <= {
+        line[7:10]: next(iter(one["dropped"]), "") for line, (_, one) in zip(FIXTURES, alone, strict=True)
+    }.items()
+    assert ledger["methods"] == {"prefix": ledger["kept"]}
+    assert ledger["kept"] >= 12
 
 
 # ---- lengths --------------------------------------------------------------------------------------------------------
@@ -200,6 +124,77 @@ def test_an_id_above_the_targets_embedding_is_dropped_by_name(tmp_path: Path) ->
     assert rows == [row for row in whole if VOCAB - 1 not in row.input_ids]
     assert ledger["dropped"].get("token id outside the target's vocabulary", 0) == 10 - len(rows)
     assert ledger["dropped"]
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+LIMITS = Limits(max_length=60, too_long="cut", vocab_size=VOCAB)
+
+
+def conversations(count: int, *, validation: frozenset[int] = frozenset()) -> list[Conversation]:
+    return [
+        Conversation(id=row["id"], messages=row["messages"], validation=i in validation) for i, row in enumerate(chats(count))
+    ]
+
+
+def tokenized(part: Path, *, tick: Callable[[int], None] = lambda conversations: None) -> Ledger:
+    return tokenize_part(part, chat=open_chat(make_tokenizer(), stop_ids=STOP), limits=LIMITS, tick=tick)
+
+
+def test_parts_give_the_rows_and_the_ledger_of_the_whole_in_order(tmp_path: Path) -> None:
+    together, whole = conversations(150), tmp_path / "part-00009.jsonl"
+    write_part(whole, together)
+    expected = tokenized(whole)
+    rows, ledger = [], Ledger()
+    for number, start in enumerate((0, 70, 140)):
+        part = tmp_path / f"part-{number:05d}.jsonl"
+        write_part(part, together[start : start + 70])
+        ledger += tokenized(part)
+        rows += read_stream(row_files(part)[0])
+    assert rows == list(read_stream(row_files(whole)[0]))
+    assert ledger.as_dict() == expected.as_dict()
+    assert ledger.cut > 0
+    lengths = [len(row.input_ids) for row in rows]
+    assert (ledger.rows, sum(lengths), max(lengths)) == (150, expected.as_dict()["statistics"]["tokens"], 60)
+
+
+def test_the_validation_side_has_its_own_file_and_an_empty_side_none(tmp_path: Path) -> None:
+    part = tmp_path / "part-00000.jsonl"
+    write_part(part, conversations(9))
+    tokenized(part)
+    training, validation = row_files(part)
+    whole = list(read_stream(training))
+    assert not validation.exists()
+    training.unlink()
+    write_part(part, conversations(9, validation=frozenset({0, 4})))
+    ledger = tokenized(part)
+    assert (ledger.rows, ledger.validation_rows) == (9, 2)
+    assert list(read_stream(validation)) == [whole[0], whole[4]]
+    assert list(read_stream(training)) == [row for i, row in enumerate(whole) if i not in (0, 4)]
+
+
+def test_a_stop_request_ends_a_part_at_its_next_batch_and_leaves_no_file(tmp_path: Path) -> None:
+    part, seen = tmp_path / "part-00000.jsonl", []
+    write_part(part, conversations(1000))
+
+    def tick(count: int) -> None:
+        seen.append(count)
+        if sum(seen) > 100:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        tokenized(part, tick=tick)
+    assert sum(seen) < 200
+    assert [path.name for path in tmp_path.iterdir()] == [part.name]
+
+
+def test_supervised_tokens_apart_from_each_other_are_no_anchor(tmp_path: Path) -> None:
+    """Three supervised tokens and never two in a row; the second row has a pair at its very end."""
+    rows = [([5, 6, 7, 8, 9], [1, 0, 1, 0, 1]), ([5, 6, 7, 8, 9], [1, 0, 0, 1, 1])]
+    fitted = [fit(TokenRow(id="", input_ids=ids, loss_mask=mask), LIMITS) for ids, mask in rows]
+    assert fitted[0] == FEW
+    assert isinstance(fitted[1], Row)
+    assert fit(TokenRow(id="", input_ids=[5, -6, 7], loss_mask=[0, 1, 1]), LIMITS) == "token id outside the target's vocabulary"
 
 
 # ---- too little kept ------------------------------------------------------------------------------------------------

@@ -7,30 +7,25 @@ from typing import Any
 
 import pytest
 
-from dflash_core import assembly
+from dflash_core import assembly, preparation
+from dflash_core.config import EvaluationConfig
 from dflash_core.decoding.evaluate import (
+    MASKS,
+    TOO_LONG,
     EvaluationJob,
-    Measured,
-    acceptance_length,
-    by_slot,
     main,
     measure,
     read_measured,
-    read_prompts,
-    summarise,
 )
 from dflash_core.decoding.export import write_export
 from dflash_core.decoding.report import report_markdown
+from dflash_core.decoding.summary import acceptance_length, by_context, by_slot, histogram, report_on, summarise
 from dflash_core.modeling.drafter import new_drafter
-from dflash_core.records import Generation
+from dflash_core.opening import shard_places
+from dflash_core.records import ContextRange, Estimate, Measurements
 from dflash_core.rundir import open_run
+from tests.decoding.results import generation, measured
 from tests.fakes import make_config, make_shape, save_target
-
-
-def generation(
-    accepted: tuple[int, ...] = (), drafted: tuple[int, ...] = (), *, tokens: tuple[int, ...] = (1, 2), seconds: float = 1.0
-) -> Generation:
-    return Generation(tokens=tokens, accepted=accepted, drafted=drafted, seconds=seconds)
 
 
 def test_acceptance_length_counts_the_bonus_token_and_averages_rounds() -> None:
@@ -51,19 +46,6 @@ def test_a_drafter_that_is_always_right_has_rates_of_one() -> None:
     assert by_slot([generation((7, 7, 3), (7, 7, 3))], 7) == (1.0,) * 7
 
 
-def measured(target: tuple[int, ...], drafted: tuple[int, ...], margins: list[float], **changes: Any) -> Measured:
-    parts = {
-        "prompt": 0,
-        "turn": 0,
-        "target": generation(tokens=target, seconds=2.0),
-        "margins": margins,
-        "drafted": generation((2, 0), (3, 3), tokens=drafted, seconds=1.0),
-        "ngram": generation((1, 0), (3, 3)),
-        "zero_features": generation((0, 0), (3, 3)),
-    }
-    return Measured(**{**parts, **changes})
-
-
 def test_the_report_is_the_sum_of_its_requests() -> None:
     same, tie = (5, 6, 7, 8), (5, 6, 9, 9)
     results = [
@@ -71,45 +53,18 @@ def test_the_report_is_the_sum_of_its_requests() -> None:
         measured(same, (5, 6), [1.0, 1.0, 0.5, 1.0], prompt=2),
         measured(same, tie, [1.0, 1.0, 5e-5, 1.0], prompt=1, turn=1),
     ]
-    report = summarise(results, draft_tokens=3)
+    report = summarise(results, block_size=4, dtype="float32")
     assert (report.prompts, report.rounds, report.tokens) == (3, 6, 10)
     assert (report.acceptance_length, report.acceptance_length_ngram, report.acceptance_length_zero_features) == (2.0, 1.5, 1.0)
     assert report.acceptance_by_slot == (0.5, 0.5, 0.0)
     assert (report.lossless_exact, report.lossless_checked) == (1, 3)
     assert report.divergences == (
-        {"prompt": 1, "turn": 1, "position": 2, "margin": 5e-5, "tie": True},
-        {"prompt": 2, "turn": 0, "position": 2, "margin": 0.5, "tie": False},
+        {"prompt_set": "prompts", "prompt": 1, "turn": 1, "position": 2, "margin": 5e-5, "tie": True},
+        {"prompt_set": "prompts", "prompt": 2, "turn": 0, "position": 2, "margin": 0.5, "tie": False},
     )
     assert report.target_tokens_per_second == 12 / 6
     assert report.drafted_tokens_per_second == 10 / 3
     assert report.speedup == pytest.approx(10 / 6)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is empty: give at least one prompt"),
-        ("\n\n", "is empty"),
-        ('{"turns": ["a"]}\n{"turns": []}', "line 2: turns must be a list of texts"),
-        ('{"turns": "a"}', "line 1: turns must be a list of texts"),
-        ('{"turns": [1]}', "line 1: turns must be a list of texts"),
-        ('{"prompt": "a"}', "line 1: not of the form"),
-        ('["a"]', "line 1: not of the form"),
-        ("{", "line 1: not of the form"),
-    ],
-)
-def test_wrong_prompts_are_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_prompts(str(file))
-
-
-def test_prompts(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"evaluation.prompts .*: no such file"):
-        read_prompts(str(tmp_path / "absent"))
-    (tmp_path / "p").write_text('{"turns": ["a", "b"]}\n\n{"turns": ["é"], "id": 3}', encoding="utf-8")
-    assert read_prompts(str(tmp_path / "p")) == [["a", "b"], ["é"]]
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +77,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
     )
     config = make_config(root, target, drafter={"num_layers": 2})
     run = open_run(config)
-    assembly.shard(config, run, assembly.tokenize(config, run))
+    preparation.prepare(config, run)
     shape = assembly.check(config)[1]
     assert shape == make_shape(intermediate_size=64)
     write_export(run.export, new_drafter(shape, 0).state_dict(), shape, target=str(target))
     evaluation = config.evaluation.model_copy(update={"num_prompts": 2})
     return EvaluationJob(
         export=str(run.export),
-        shards=str(run.shards),
+        shards=shard_places(config, run),
         target=str(target),
         attention="auto",
         device="cpu",
@@ -138,7 +93,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
 
 
 def test_an_untrained_drafter_is_lossless_and_worth_nothing(job: EvaluationJob) -> None:
-    report = summarise(measure(job), draft_tokens=3)
+    report = report_on(measure(job), block_size=4, dtype="float32")
     assert (report.prompts, report.lossless_exact, report.lossless_checked) == (3, 3, 3)  # two turns of the second prompt
     assert report.divergences == ()
     assert report.tokens == 3 * 12
@@ -146,36 +101,117 @@ def test_an_untrained_drafter_is_lossless_and_worth_nothing(job: EvaluationJob) 
     assert report.rounds * report.acceptance_length == pytest.approx(report.tokens - 3)  # the first token costs no round
     assert 1.0 <= report.acceptance_length_ngram < 1.5
     assert 1.0 <= report.acceptance_length_zero_features < 1.3
+    assert 1.0 <= report.acceptance_length_simulated < 1.3
     assert len(report.acceptance_by_slot) == 3
+    assert sum(report.histogram) == report.rounds
+    assert list(report.sets) == ["prompts"]
+    assert report.counts == {}
 
 
-def test_children_share_the_prompts(job: EvaluationJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What two processes print is, put together, what one measures: every turn of every prompt once, times apart."""
-    results = []
+def test_children_share_the_prompts_and_batches_change_nothing(
+    job: EvaluationJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What two processes print is, put together, what one measures: every turn of every prompt once, whatever the batches."""
+    printed = []
     for part in (0, 1):
-        evaluation = job.evaluation.model_copy(update={"processes": 2}).model_dump(mode="json")
+        evaluation = job.evaluation.model_copy(update={"processes": 2})
         file = tmp_path / f"job-{part}.json"
-        file.write_text(json.dumps({**vars(job), "evaluation": evaluation, "part": part}))
+        file.write_text(json.dumps(dataclasses.replace(job, evaluation=evaluation, part=part).as_dict()))
         main(str(file))
-        results += read_measured("a line of something else\n" + capsys.readouterr().out)
-    whole = measure(job)
+        printed.append("a line of something else\n" + capsys.readouterr().out)
+    results = read_measured(printed).results
+    together = job.evaluation.model_copy(update={"batch_size": 2})
+    whole = sorted(
+        measure(dataclasses.replace(job, evaluation=together)).results, key=lambda result: (result.prompt, result.turn)
+    )
     assert [(result.prompt, result.turn) for result in results] == [(0, 0), (1, 0), (1, 1)]
     assert [result.drafted.tokens for result in results] == [result.drafted.tokens for result in whole]
     assert [result.ngram.accepted for result in results] == [result.ngram.accepted for result in whole]
-    assert [result.margins for result in results] == [result.margins for result in whole]
+    assert [result.context for result in results] == [result.context for result in whole]
 
 
-def test_a_prompt_without_room_is_refused(job: EvaluationJob, tmp_path: Path) -> None:
+def with_evaluation(job: EvaluationJob, **changes: Any) -> EvaluationJob:
+    return dataclasses.replace(job, evaluation=EvaluationConfig(**{**job.evaluation.model_dump(), **changes}))
+
+
+def test_sampled_texts_are_lossless_too_and_the_champion_reads_the_same_prompts(job: EvaluationJob) -> None:
+    sampled = with_evaluation(job, temperature=1.0, top_p=0.95, block_size=3)
+    results = measure(dataclasses.replace(sampled, champion=job.export)).results
+    for result in results:
+        assert result.target.tokens == result.drafted.tokens
+        assert result.champion is not None
+        assert (result.champion.tokens, result.champion.accepted) == (result.drafted.tokens, result.drafted.accepted)
+        assert max(result.drafted.drafted) == 2
+    assert [result.target.tokens for result in results] != [result.target.tokens for result in measure(job).results]
+
+
+def test_a_prompt_without_room_is_counted_and_nothing_else_refused(job: EvaluationJob, tmp_path: Path) -> None:
+    rows = [json.dumps({"turns": ["heron " * 400]}), json.dumps({"turns": ["Why?", "heron " * 400, "And?"]})]
     file = tmp_path / "long.jsonl"
-    file.write_text(json.dumps({"turns": ["heron " * 400]}))
-    evaluation = job.evaluation.model_copy(update={"prompts": str(file)})
-    with pytest.raises(ValueError, match="leaves no room in the target's 512 positions"):
-        measure(dataclasses.replace(job, evaluation=evaluation))
+    file.write_text("\n".join(rows))
+    measured = measure(with_evaluation(job, prompts=None, prompt_sets={"long": {"path": str(file)}}))
+    assert [(result.prompt_set, result.prompt, result.turn) for result in measured.results] == [("long", 1, 0)]
+    assert report_on(measured, block_size=4, dtype="float32").counts == {TOO_LONG: 2}
+    file.write_text(rows[0])
+    with pytest.raises(ValueError, match="no prompt leaves room in the target's 512 positions"):
+        measure(with_evaluation(job, prompts=str(file)))
+
+
+def test_a_drafter_of_another_target_is_refused_before_anything_is_decoded(job: EvaluationJob, tmp_path: Path) -> None:
+    shape = make_shape(hidden_size=64)
+    other = write_export(tmp_path / "other", new_drafter(shape, 0).state_dict(), shape, target="heron")
+    with pytest.raises(ValueError, match="other: a drafter of another target: hidden_size 64, the target has 32"):
+        measure(dataclasses.replace(job, export=str(other)))
+
+
+def test_mask_tokens_of_the_target_and_texts_of_one_token_are_counted() -> None:
+    counts = {"prompts": {MASKS: 2}}
+    ended = measured((2,), (2,), drafted=generation(tokens=(2,)))
+    report = report_on(Measurements(results=[ended], counts=counts), block_size=4, dtype="float32")
+    assert report.counts == {MASKS: 2, "requests that ended at their first token, without a round": 1}
+    assert (report.rounds, report.acceptance_length, report.acceptance_interval) == (0, 0.0, None)
+    assert report.acceptance_by_slot == (0.0,) * 3
+    text = json.dumps(dataclasses.asdict(report), allow_nan=False)
+    assert "NaN" not in text
+    with pytest.raises(ValueError, match="not one request was measured"):
+        report_on(Measurements(results=[], counts={}), block_size=4, dtype="float32")
+
+
+def test_rates_where_all_before_were_accepted() -> None:
+    rounds = generation((3, 1, 0, 2), (3, 3, 3, 2))
+    assert by_slot([rounds], 3, conditional=True) == (3 / 4, 2 / 3, 1 / 1)
+    assert histogram([rounds], 4) == (1, 1, 1, 1)
+
+
+def test_rounds_by_the_length_of_the_text_before_them() -> None:
+    """A prompt of 250 tokens: rounds begin at 251, 255 and 256 tokens; one of 600 at 601."""
+    short = measured(context=250, drafted=generation((3, 0, 1), (3, 3, 3)))
+    long = measured(context=600, drafted=generation((2,), (3,)))
+    assert by_context([short, long]) == (
+        ContextRange(start=0, end=256, rounds=2, acceptance_length=2.5),
+        ContextRange(start=256, end=512, rounds=1, acceptance_length=2.0),
+        ContextRange(start=512, end=1024, rounds=1, acceptance_length=3.0),
+    )
+
+
+def test_sets_are_reported_apart() -> None:
+    chat = measured(prompt_set="chat", drafted=generation((0, 0), (3, 3)))
+    report = report_on(
+        Measurements(results=[measured(prompt_set="math"), chat], counts={"chat": {MASKS: 1}}), block_size=4, dtype="float32"
+    )
+    assert (report.sets["math"].acceptance_length, report.sets["chat"].acceptance_length, report.acceptance_length) == (
+        2.0,
+        1.0,
+        1.5,
+    )
+    assert (report.sets["math"].counts, report.sets["chat"].counts) == ({}, {MASKS: 1})
+    assert report.acceptance_interval == Estimate(value=1.5, low=1.0, high=2.0)
 
 
 def test_the_written_report_shows_every_number() -> None:
     stage = {"workers": 1, "items": 9, "busy": 1.0, "starved": 2.0, "blocked": 3.0}
-    acceptance = summarise([measured((1, 2), (1, 3), [1.0, 1e-6])], draft_tokens=2)
+    different = measured((1, 2), (1, 3), [1.0, 1e-6])
+    acceptance = report_on(Measurements(results=[different], counts={"prompts": {MASKS: 3}}), block_size=4, dtype="float32")
     text = report_markdown(
         {
             "name": "heron",
@@ -194,16 +230,20 @@ def test_the_written_report_shows_every_number() -> None:
         }
     )
     for piece in (
-        "| acceptance length, this drafter | 2.00 |",
+        "| acceptance length, this drafter | 2.00 [2.00, 2.00] |",
+        "| acceptance length, simulated (teacher-forced) | 2.50 |",
+        "| prompts | 1 | 2 | 2.00 [2.00, 2.00] | 2.50 | 1.50 | 1.00 | 2.00x [2.00, 2.00] | 0 / 1 |",
+        "| 3 | 1 | 50.0% |",
+        f"- {MASKS}: 3",
         "| acceptance length, n-gram reference | 1.50 |",
         "| acceptance length, target features zeroed | 1.00 |",
         "0 / 1, 1 of the others at a tie",
-        "| speed-up over the target alone | 2.00x |",
+        "| speed-up over the target alone | 2.00x [2.00, 2.00] |",
         "30 of 40 steps",
         "torch: 1 -> 2",
         "| tap | 1 | 9 | 1.0 | 2.0 | 3.0 |",
         "1,234 rows, 56,789 tokens",
         "{'no stop': 1}",
-        "| 0 | 0 | 1 | 1.00e-06 | yes |",
+        "| prompts | 0 | 0 | 1 | 1.00e-06 | yes |",
     ):
         assert piece in text, piece

@@ -134,6 +134,7 @@ def test_readme_names_target_layers_and_draft_tokens(export: Path) -> None:
     assert "`some/target`, not a standalone model" in text
     assert "layers 0, 1, 2" in text
     assert '"num_speculative_tokens": 3}' in text
+    assert "--speculative-num-draft-tokens 4`" in text
 
 
 def test_a_second_export_replaces_the_first_whole(export: Path, masters: dict[str, Tensor]) -> None:
@@ -207,7 +208,7 @@ def test_the_drafter_that_is_loaded_computes_what_was_trained(export: Path) -> N
         for parameter in rounded.parameters():
             parameter.copy_(parameter.to(torch.bfloat16).float())
         taps, embeddings = torch.randn(1, 5, K * H), torch.randn(1, 4, H)
-        places, positions = torch.arange(5).unsqueeze(0), torch.arange(5, 9).unsqueeze(0)
+        positions = torch.arange(5, 9).unsqueeze(0)
         loaded = load_export(export)
-        expected = rounded(embeddings, positions, rounded.context(taps, places))
-        assert torch.equal(loaded(embeddings, positions, loaded.context(taps, places)), expected)
+        expected = rounded(embeddings, positions, rounded.context(taps))
+        assert torch.equal(loaded(embeddings, positions, loaded.context(taps)), expected)

@@ -1,5 +1,6 @@
 """`python -m flows.NAME`: bad input is one line and exit code 2, a stop is exit code 3 and the same command goes on."""
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,11 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+from dflash_core import preparation
+from dflash_core.rundir import open_run
+from flows import command
+from flows.prepare import verify
+from flows.settings import load_config
 from tests import fakes
 from tests.flows.conftest import ROOT, clean_environment, process, wait_for
 
@@ -18,8 +24,8 @@ TRACEBACK = "Traceback (most recent call last)"
 
 
 def run_command(environment: dict[str, str], module: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"flows.{module}", *options]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    line = [sys.executable, "-m", f"flows.{module}", *options]
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +49,14 @@ def test_bad_input_is_seen_before_anything_starts(
     assert done.stdout == ""
     assert not (tmp_path / "runs").exists()
     assert not list((tmp_path / "prefect").glob("*.db")), "no server was started"
+
+
+def test_a_mapping_that_is_none_is_one_line_too(run_file: Path, tmp_path: Path) -> None:
+    done = run_command(clean_environment(tmp_path / "prefect"), "train", "--config", str(run_file), "--training.loss", "ce")
+    assert done.returncode == 2
+    assert "training.loss" in done.stderr
+    assert "KEY=VALUE" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_bad_input_seen_by_a_task_is_one_line_too(run_file: Path, tmp_path: Path, prefect_server: dict[str, str]) -> None:
@@ -91,3 +105,23 @@ def test_sigterm_saves_and_the_same_command_goes_on(run_file: Path, tmp_path: Pa
     assert [point.step for point in client.get_metric_history(identity, "train/loss")] == list(range(1, 151))
     report = json.loads((run / "report.json").read_text())
     assert client.get_run(identity).data.metrics["acceptance_length"] == report["acceptance_length"]
+
+
+def test_a_full_disk_is_one_line_and_any_other_error_of_the_system_stays_itself(tmp_path: Path) -> None:
+    config = fakes.make_config(tmp_path, tmp_path / "target", places={"runs": str(tmp_path / "not" / "made")})
+    words = command._bad_input(OSError(errno.ENOSPC, "No space left on device"), config)
+    assert str(tmp_path / "not" / "made") in words
+    assert "\n" not in words
+    with pytest.raises(PermissionError):
+        command._bad_input(PermissionError(errno.EACCES, "Permission denied"), config)
+
+
+def test_verification_says_whether_there_was_a_manifest_to_compare_with(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(str(run_file))
+    run = open_run(config)
+    preparation.prepare(config, run)
+    verify(config, directory=str(run.shards))
+    assert "(sizes, checksums and rows)" in caplog.text
+    (run.shards / "manifest.json").unlink()
+    verify(config, directory=str(run.shards))
+    assert "(rows alone, no manifest.json to compare with)" in caplog.text

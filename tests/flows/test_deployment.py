@@ -6,7 +6,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -20,6 +22,20 @@ def prefect(environment: dict[str, str], *arguments: str) -> str:
     done = subprocess.run([*PREFECT, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, f"{arguments}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
+
+
+def deploy(environment: dict[str, str], kind: str = "process") -> None:
+    """`make deploy`, with this environment's prefect."""
+    command = ["make", "deploy", f"KIND={kind}", f"BIN={Path(sys.executable).parent}", "-o", ".venv/.installed"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
+
+
+def ask(environment: dict[str, str], path: str, body: dict[str, object] | None = None) -> Any:
+    """An answer of Prefect's API: POST where a body is given, else GET."""
+    answer = httpx.request("GET" if body is None else "POST", f"{environment['PREFECT_API_URL']}/{path}", json=body, timeout=60)
+    answer.raise_for_status()
+    return answer.json()
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +61,61 @@ def test_train_deployment_runs_to_completed(worker: dict[str, str], run_file: Pa
         worker, "deployment", "run", "train/train", "-p", f"config={run_file}", "-p", f"overrides={overrides}", "--watch"
     )
     assert "Completed" in out
+    found = {row["key"]: row for row in ask(worker, "artifacts/latest/filter", {})}
+    others = {"data"}  # the preparing flow's: another test may have run it against this server
+    assert set(found) - others == {"training", "training-curve", "report", "acceptance", "prompt-sets", "drafts"}
+    assert found["training"]["type"] == "progress"
+    assert found["training"]["data"] <= 100
+    assert "# Drafter `deployed`" in found["report"]["data"]
+    assert "acceptance length, this drafter" in found["acceptance"]["data"]
     run = Path(worker["DFLASH_RUNS"]) / "deployed"
     report = json.loads((run / "report.json").read_text())
     assert report["acceptance_length"] >= 1
     assert (run / "export" / "model.safetensors").is_file()
+
+
+def test_deployments_are_described_tagged_typed_and_limited(worker: dict[str, str]) -> None:
+    found = {row["name"]: row for row in ask(worker, "deployments/filter", {})}
+    assert set(found) >= {"prepare", "regenerate", "train", "evaluate"}
+    for name, row in found.items():
+        assert row["description"], name
+        assert "dflash" in row["tags"], name
+        assert row["enforce_parameter_schema"], name
+        form = row["parameter_openapi_schema"]
+        assert form["definitions"]["Training"]["properties"]["epochs"] == {"minimum": 1, "title": "epochs", "type": "integer"}
+        assert form["properties"]["config"]["description"].startswith("The run, a YAML file"), name
+    assert found["train"]["work_queue_name"] == "gpu"
+    assert found["prepare"]["global_concurrency_limit"]["limit"] == 1
+    assert found["prepare"]["concurrency_options"]["collision_strategy"] == "ENQUEUE"
+
+
+def test_the_server_refuses_a_form_that_cannot_be(worker: dict[str, str]) -> None:
+    overrides = json.dumps({"training": {"epochs": 0}})
+    with pytest.raises(AssertionError, match=r"(?s)epochs.*(minimum|greater)"):
+        prefect(worker, "deployment", "run", "train/train", "-p", f"overrides={overrides}")
+
+
+@pytest.mark.slow
+def test_make_deploy_brings_pool_queues_and_automations_and_may_be_repeated(worker: dict[str, str]) -> None:
+    deploy(worker)
+    limits = {row["name"]: row["concurrency_limit"] for row in ask(worker, "work_pools/dflash/queues/filter", {})}
+    assert limits == {"default": None, "gpu": 1}
+    before = [sorted(row["name"] for row in ask(worker, f"{what}/filter", {})) for what in ("automations", "deployments")]
+    deploy(worker)
+    assert [sorted(row["name"] for row in ask(worker, f"{what}/filter", {})) for what in ("automations", "deployments")] == before
+    assert before[0] == ["dflash runs without heartbeat are crashed", "evaluate an exported drafter"]
+
+
+@pytest.mark.slow
+def test_an_export_that_was_not_measured_starts_its_evaluation(worker: dict[str, str], run_file: Path) -> None:
+    overrides = json.dumps({"name": "unmeasured", "training": {"epochs": 1}})
+    prefect(
+        worker, "deployment", "run", "train/train", "-p", f"config={run_file}", "-p", f"overrides={overrides}", "-p", "measure=false",
+        "--watch",
+    )  # fmt: skip
+    run = Path(worker["DFLASH_RUNS"]) / "unmeasured"
+    assert (run / "export").is_dir()
+    wait_until(lambda: (run / "report.json").is_file())
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_preparation_is_skipped_until_an_input_changes(run_file: Path, tmp_path:
 
 
 def test_evaluating_an_untrained_run_is_bad_input(run_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no exported drafter; train first"):
+    with pytest.raises(ValueError, match="no such run; train first"):
         call(evaluate, run_file)
     assert not (tmp_path / "runs").exists()
 

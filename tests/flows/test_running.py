@@ -1,5 +1,6 @@
 """flows.running: stop requests by signal, and what importing the flows costs."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,8 +10,9 @@ import time
 
 import anyio
 import pytest
+from prefect import flow, task
 
-from flows.running import Stopped, in_thread, stop_requests, stopped_state
+from flows.running import RETRIES, Stopped, beside, in_thread, stop_requests, stopped_state
 
 pytestmark = pytest.mark.anyio
 
@@ -28,9 +30,29 @@ async def test_signal_sets_the_event_and_handlers_come_back(number: signal.Signa
         os.kill(os.getpid(), number)
         with anyio.fail_after(5):
             await stop.wait()
-        os.kill(os.getpid(), number)  # again: no harm
+        os.kill(os.getpid(), signal.SIGTERM)  # again: no harm
         await anyio.sleep(0.05)
     assert signal.getsignal(number) is before
+
+
+def test_a_second_interrupt_leaves_at_once() -> None:
+    """Beside a blocking call that nobody waits for any more."""
+    ended = threading.Event()
+
+    async def work() -> None:
+        async with stop_requests() as stop, anyio.create_task_group() as group:
+            group.start_soon(anyio.to_thread.run_sync, ended.wait, 20)
+            await anyio.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+            await stop.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+            await anyio.sleep(20)
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        anyio.run(work)
+    assert time.monotonic() - start < 5
+    ended.set()
 
 
 async def test_inner_flow_shares_the_outer_event() -> None:
@@ -43,6 +65,20 @@ async def test_inner_flow_shares_the_outer_event() -> None:
     async with stop_requests() as fresh:
         assert fresh is not outer
         assert not fresh.is_set()
+
+
+async def test_an_inner_flow_hears_signals_although_its_engine_installed_a_handler_of_its_own() -> None:
+    def engine(*_: object) -> None:
+        raise AssertionError("the engine's handler was called")
+
+    async with stop_requests() as outer:
+        before = signal.signal(signal.SIGTERM, engine)  # as Prefect does before it calls a subflow
+        async with stop_requests():
+            os.kill(os.getpid(), signal.SIGTERM)
+            with anyio.fail_after(5):
+                await outer.wait()
+        assert signal.getsignal(signal.SIGTERM) is engine
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("error", [ValueError("bad input"), Stopped("enough")])
@@ -71,6 +107,54 @@ async def test_signal_is_heard_beside_blocking_work_whose_end_raises_stopped() -
 
 async def test_work_without_a_stop_request_gives_its_result() -> None:
     assert await in_thread(anyio.Event(), sum, [1, 2]) == 3
+
+
+@pytest.mark.parametrize(
+    "error, again",
+    [
+        (ConnectionResetError(errno.ECONNRESET, "reset"), True),
+        (TimeoutError("no answer"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (FileNotFoundError("x.jsonl"), False),
+        (PermissionError("s3://other"), False),
+        (ValueError("bad input"), False),
+        (Stopped("enough"), False),
+    ],
+)
+def test_only_passing_trouble_is_tried_again(error: Exception, again: bool, api: None) -> None:
+    calls = []
+
+    @task(**RETRIES | {"retry_delay_seconds": 0})
+    async def work() -> None:
+        calls.append(1)
+        raise error
+
+    @flow
+    async def whole() -> None:
+        await work()
+
+    with pytest.raises(type(error)):
+        anyio.run(whole)
+    assert len(calls) == (3 if again else 1)
+
+
+async def test_a_helper_lives_as_long_as_the_block_and_errors_come_out_as_they_are() -> None:
+    ended = anyio.Event()
+
+    async def helper(number: int) -> None:
+        try:
+            await anyio.sleep(60 * number)
+        finally:
+            ended.set()
+
+    async def block() -> None:
+        async with beside(helper, 1):
+            await anyio.sleep(0)
+            raise Stopped("enough")
+
+    with pytest.raises(Stopped, match="enough"):
+        await block()
+    assert ended.is_set()
 
 
 def test_stopped_state_is_final_and_not_completed() -> None:

@@ -80,6 +80,7 @@ def test_options_are_never_abbreviated(run_file: Path, capsys) -> None:
     [
         ("trainin: {epochs: 2}", "trainin: unknown key"),
         ("training: {epoch: 2}", "did you mean training.epochs?"),
+        ("data: {conversations: [{path: a, wieght: 2}]}", "did you mean data.conversations.0.weight?"),
         ("training: {epochs: 2, epochs: 3}", "'epochs' is given twice"),
         ("training: [", "no valid YAML"),
         ("- a", "must be a mapping"),

@@ -8,20 +8,26 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import anyio
 import mlflow
 import pytest
 from mlflow import MlflowClient
 
 from dflash_core.config import Config
+from dflash_core.data.shards import write_shards
 from dflash_core.records import StepMetrics
 from dflash_core.rundir import RunDirectory, config_fingerprint, open_run
 from dflash_core.training.metrics import MetricsFile
-from flows import tracking
-from flows.mlflow_run import REPORT_METRICS, flat_params, step_points, tracking_uri
-from flows.tracking import MlflowTracker
+from dflash_core.training.timeline import write_timeline
+from flows import mlflow_tracker
+from flows.metric_names import ACCURACY_BY_SLOT, REPORT, SKIPPED, STEP, SYSTEM, report_points, step_points
+from flows.mlflow_run import HIDDEN, SECRET, flat_params, tracking_uri
+from flows.mlflow_tracker import BEHIND, MlflowTracker
+from flows.tracking import send_rest
 from tests import fakes
 
 
@@ -133,6 +139,8 @@ def test_resumed_training_goes_on_in_the_same_run_and_sends_nothing_twice(ending
     else:  # a killed process: what was sent was sent, and nobody ended the run
         first._closing.set()
         first._thread.join()
+    (run.checkpoints / "step-00000004").mkdir(parents=True)
+    (run.checkpoints / "step-00000004" / "state.json").write_text("{}")
     identity = run_id(run)
     assert client(config).get_run(identity).info.status == "KILLED" or ending == "unended"
     second = MlflowTracker(config, run)
@@ -141,6 +149,7 @@ def test_resumed_training_goes_on_in_the_same_run_and_sends_nothing_twice(ending
     assert run_id(run) == identity
     assert client(config).get_run(identity).info.status == "FINISHED"
     assert [step for step, _ in history(config, run, "train/loss")] == list(range(1, 10))
+    assert client(config).get_run(identity).data.tags["resumed_after_step.4"] == "steps 5-6 made again"
 
 
 def test_changed_params_are_left_as_they_were(config: Config, run: RunDirectory) -> None:
@@ -183,18 +192,101 @@ def test_two_trainings_in_one_process_keep_apart(config: Config, runs: Path, tmp
     assert [value for _, value in history(configs[1], opened[1], "train/tokens")] == [1, 1, 1]
 
 
-def test_report_and_drafter_are_published(config: Config, run: RunDirectory) -> None:
-    report = dict.fromkeys(REPORT_METRICS, 2.5) | {"training": {"step": 7}}
-    for file in (run.report, run.report_text, run.timeline):
+def finished(run: RunDirectory) -> dict[str, Any]:
+    """The report and the export of a run that was measured at step 7."""
+    report = dict.fromkeys(REPORT, 2.5) | {"training": {"step": 7}, "name": "drafter"}
+    report |= {"acceptance_interval": {"low": 2.25, "high": 2.75}, "sets": {"chat": {"acceptance_length": 3.5, "speedup": 1.5}}}
+    for file in (run.report, run.report_text):
         file.write_text(json.dumps(report))
+    write_timeline(run.timeline, [])
     run.export.mkdir()
     (run.export / "config.json").write_text("{}")
+    return report
+
+
+def test_report_and_drafter_are_published_once(config: Config, run: RunDirectory) -> None:
+    report = finished(run)
+    for _ in range(2):
+        tracker = MlflowTracker(config, run)
+        tracker.publish(report)
+        tracker.close("FINISHED")
+    assert set(history(config, run, "acceptance_length")) == {(7, 2.5)}
+    assert set(history(config, run, "acceptance_length_low")) == {(7, 2.25)}
+    assert set(history(config, run, "acceptance_length/chat")) == {(7, 3.5)}
+    assert {item.path for item in client(config).list_artifacts(run_id(run))} >= {
+        "report.json",
+        "report.md",
+        "timeline.json",
+        "timeline.png",
+    }
+    found = client(config).get_run(run_id(run))
+    models = client(config).search_logged_models([found.info.experiment_id], filter_string="name = 'drafter'")
+    (model,) = [each for each in models if each.source_run_id == run_id(run)]
+    assert model.status.value == "READY"
+    assert {(metric.key, metric.value) for metric in model.metrics} >= {("acceptance_length", 2.5)}
+    assert found.data.tags["drafter"] == f"{model.tags['export_sha256']} {model.model_id}"
+    assert [each.model_id for each in found.outputs.model_outputs] == [model.model_id]
+    place = Path(model.artifact_location.removeprefix("file://"))
+    assert (place / "config.json").read_text() == "{}"
+
+
+def test_data_machine_and_versions_are_shown_and_every_metric_is_documented(config: Config, run: RunDirectory) -> None:
+    manifest = write_shards(run.shards, [], shard_tokens=10, fingerprint="f" * 64, ingredients={}, ledger={"validation_rows": 0})
     tracker = MlflowTracker(config, run)
+    write_steps(run, 1, 2)
+    report = finished(run)
     tracker.publish(report)
     tracker.close("FINISHED")
+    found = client(config).get_run(run_id(run))
+    (shown,) = found.inputs.dataset_inputs
+    assert (shown.dataset.name, shown.dataset.digest) == (config.name, "f" * 36)
+    assert json.loads(shown.dataset.profile)["rows"] == manifest.rows
+    assert config.data.conversations[0].path in shown.dataset.source
+    assert {tag.key: tag.value for tag in shown.tags} == {"mlflow.data.context": "training"}
+    assert found.data.tags["version.torch"] == version("torch")
+    assert found.data.tags["devices"] == "cpu, cpu"
+    slots = {ACCURACY_BY_SLOT.format(slot=slot) for slot in range(1, 4)}
+    system = {name for name in SYSTEM if "gpu" not in name}
+    assert {name for name in found.data.metrics if "gpu" not in name} == {
+        "step", SKIPPED, *slots, *(f"train/{name}" for name in STEP), *dict(report_points(report)), *system,
+    }  # fmt: skip
+    assert 0 < found.data.metrics["system/system_memory_usage_percentage"] < 100
+
+
+@pytest.mark.parametrize(
+    "name, secret",
+    [
+        ("secret_key", True), ("hf_token", True), ("password", True), ("api_key", True), ("db_passwd", True),
+        ("embedding_key", False), ("cache_key", False), ("mask_token_id", False), ("tokens", False), ("api_key_env", False),
+    ],
+)  # fmt: skip
+def test_what_is_secret_by_its_name(name: str, secret: bool) -> None:
+    assert bool(SECRET.search(name)) is secret
+
+
+def test_no_parameter_of_a_run_is_mistaken_for_a_secret(config: Config) -> None:
+    assert HIDDEN not in flat_params(config).values()
+
+
+def test_what_could_not_be_sent_is_sent_at_the_next_start(config: Config, run: RunDirectory, monkeypatch, caplog) -> None:
+    """Also of a run that is finished: nothing is trained again, MLflow only gets what it lacks."""
+    report = finished(run)
+    places = config.places.model_copy(update={"mlflow_uri": "http://127.0.0.1:9"})
+    monkeypatch.setattr(mlflow_tracker, "FLUSH_S", 1.0)
+    away = MlflowTracker(config.model_copy(update={"places": places}), run)
+    write_steps(run, 1, 4)
+    away.publish(report)
+    away.close("FINISHED")
+    assert (run.root / BEHIND).read_text().startswith("4 steps")
+    monkeypatch.undo()
+    anyio.run(send_rest, config, run, report)
+    assert [step for step, _ in history(config, run, "train/loss")] == [1, 2, 3, 4]
     assert history(config, run, "acceptance_length") == [(7, 2.5)]
-    paths = {item.path for item in client(config).list_artifacts(run_id(run))}
-    assert {"report.json", "report.md", "timeline.json", "drafter"} <= paths
+    assert client(config).get_run(run_id(run)).info.status == "FINISHED"
+    assert not (run.root / BEHIND).exists()
+    before = (run.root / "mlflow_run.txt").stat().st_mtime_ns
+    anyio.run(send_rest, config, run, report)  # nothing is left: MLflow is not even asked
+    assert (run.root / "mlflow_run.txt").stat().st_mtime_ns == before
 
 
 def test_server_that_is_down_costs_a_warning(config: Config, run: RunDirectory, monkeypatch, caplog) -> None:
@@ -202,7 +294,7 @@ def test_server_that_is_down_costs_a_warning(config: Config, run: RunDirectory, 
         held.bind(("127.0.0.1", 0))
         address = f"http://user:secret@127.0.0.1:{held.getsockname()[1]}"
         places = config.places.model_copy(update={"mlflow_uri": address})
-        monkeypatch.setattr(tracking, "FLUSH_S", 3.0)
+        monkeypatch.setattr(mlflow_tracker, "FLUSH_S", 3.0)
         start = time.monotonic()
         tracker = MlflowTracker(config.model_copy(update={"places": places}), run)
         write_steps(run, 1, 3)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from dflash_core.modeling.attention import attend, block_mask
+from dflash_core.modeling.attention import Backend, BlockView, attend, block_mask, check_backend, choose_backend
+from dflash_core.modeling.grouped import runs_of_blocks
 
 
 def picture(mask: torch.Tensor, context_length: int) -> list[str]:
@@ -40,21 +41,111 @@ def test_a_padding_block_sees_its_own_slots_only() -> None:
     assert picture(mask[0, 0], 4)[2:] == [".... | ..11"] * 2
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def random_case(
+    seed: int, *, kv_heads: int, length: int = 70, blocks: int = 5, size: int = 3, dim: int = 8
+) -> tuple[torch.Tensor, Pair, Pair, torch.Tensor, torch.Tensor]:
+    """(query, context, own, anchors, valid) of two rows; the second has two padding blocks and an anchor at 0."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(2, 4, blocks * size, dim, generator=generator)
+    context, own = (
+        (torch.randn(2, kv_heads, n, dim, generator=generator), torch.randn(2, kv_heads, n, dim, generator=generator))
+        for n in (length, blocks * size)
+    )
+    anchors = torch.stack([torch.randperm(length, generator=generator)[:blocks].sort().values for _ in range(2)])
+    valid = torch.ones(2, blocks, dtype=torch.bool)
+    anchors[1, 0], anchors[1, -2:], valid[1, -2:] = 0, 0, False
+    return query, context, own, anchors, valid
+
+
+def view_of(anchors: torch.Tensor, valid: torch.Tensor, *, length: int, size: int, backend: Backend) -> BlockView:
+    return BlockView(anchor_positions=anchors, block_valid=valid, context_length=length, block_size=size, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["dense", "grouped", "flex"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_attend_is_a_softmax_over_what_the_mask_shows(kv_heads: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    query = torch.randn(2, 4, 3, 8, generator=generator)
-    key, value = (torch.randn(2, kv_heads, 5, 8, generator=generator) for _ in range(2))
-    mask = torch.rand(2, 1, 3, 5, generator=generator) < 0.6
-    mask[..., 0] = True
-    out = attend(query, key, value, mask)
+def test_attend_is_a_softmax_over_what_the_mask_shows(kv_heads: int, backend: Backend) -> None:
+    query, context, own, anchors, valid = random_case(1, kv_heads=kv_heads, length=9, blocks=4)
+    view = view_of(anchors, valid, length=9, size=3, backend=backend)
+    out, mask = attend(query, context, own, view), view.mask
+    key, value = (torch.cat(pair, dim=2) for pair in zip(context, own, strict=True))
     for b in range(2):
         for head in range(4):
-            for q in range(3):
-                shown = [k for k in range(5) if mask[b, 0, q, k]]
+            for q in range(12):
+                shown = [k for k in range(21) if mask[b, 0, q, k]]
                 scores = [float(query[b, head, q] @ key[b, head * kv_heads // 4, k]) / math.sqrt(8) for k in shown]
                 shares = torch.tensor(scores).softmax(0)
                 expected = sum(share * value[b, head * kv_heads // 4, k] for share, k in zip(shares, shown, strict=True))
                 torch.testing.assert_close(out[b, head, q], expected, atol=1e-6, rtol=1e-5)
-    everything = torch.ones(2, 1, 3, 5, dtype=torch.bool)
-    torch.testing.assert_close(attend(query, key, value, None), attend(query, key, value, everything))
+
+
+def test_without_a_view_all_is_visible() -> None:
+    query, context, own, _, _ = random_case(1, kv_heads=2)
+    everything = view_of(torch.full((2, 1), 70), torch.ones(2, 1, dtype=torch.bool), length=70, size=15, backend="dense")
+    torch.testing.assert_close(attend(query, context, own, None), attend(query, context, own, everything))
+
+
+@pytest.mark.parametrize("run", [None, 1, 2, 4])
+@pytest.mark.parametrize("length", [1, 70, 331])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_grouped_attention_and_its_gradients_equal_the_dense_ones(kv_heads: int, length: int, run: int | None) -> None:
+    """Lengths that no tile divides, runs of any size, blocks without any context, padding blocks."""
+    blocks = min(5, length)
+    query, context, own, anchors, valid = random_case(length, kv_heads=kv_heads, length=length, blocks=blocks)
+    leaves = [query, *context, *own]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    dense, grouped = (view_of(anchors, valid, length=length, size=3, backend=backend) for backend in ("dense", "grouped"))
+    vars(grouped)["runs"] = runs_of_blocks(anchors, valid, run=run)
+    a, b = attend(query, context, own, dense), attend(query, context, own, grouped)
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    weights = torch.randn(a.shape, generator=torch.Generator().manual_seed(2))
+    for x, y in zip(
+        torch.autograd.grad((a * weights).sum(), leaves), torch.autograd.grad((b * weights).sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=0)
+
+
+def test_runs_cover_exactly_what_blocks_see() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        anchors = torch.randint(0, 3000, (3, 20), generator=generator).sort(-1).values
+        valid = torch.rand(3, 20, generator=generator) < 0.9
+        anchors = torch.where(valid, anchors, 0)
+        seen = torch.zeros(3, 20, 3000, dtype=torch.long)
+        for part in runs_of_blocks(anchors, valid):
+            shown = torch.ones(3, part.last - part.first, part.end - part.start, dtype=torch.bool)
+            seen[:, part.first : part.last, part.start : part.end] += shown if part.hidden is None else ~part.hidden
+        assert torch.equal(seen, (torch.arange(3000) < torch.where(valid, anchors, 0).unsqueeze(-1)).long())
+
+
+def test_grouped_attention_under_autocast() -> None:
+    """There values are bf16 while normed queries and keys are fp32."""
+    query, context, own, anchors, valid = random_case(4, kv_heads=2)
+    narrow = [(key, value.bfloat16()) for key, value in (context, own)]
+    grouped = attend(query, *narrow, view_of(anchors, valid, length=70, size=3, backend="grouped"))
+    dense = attend(query, context, own, view_of(anchors, valid, length=70, size=3, backend="dense"))
+    assert grouped.dtype == torch.bfloat16
+    torch.testing.assert_close(grouped.float(), dense, atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "keys", "chosen"),
+    [
+        ("auto", "cpu", 4096, "grouped"),
+        ("auto", "cpu", 300, "dense"),
+        ("grouped", "cpu", 300, "grouped"),
+        ("auto", "cuda:1", 300, "flex"),
+        ("dense", "cpu", 4096, "dense"),
+    ],
+)
+def test_backend_of_a_device(wanted: Backend, device: str, keys: int, chosen: str) -> None:
+    assert choose_backend(wanted, device, keys=keys) == chosen
+
+
+@pytest.mark.parametrize(("wanted", "device"), [("flex", "cpu"), ("grouped", "cuda")])
+def test_a_backend_that_cannot_train_on_the_device_is_refused(wanted: Backend, device: str) -> None:
+    with pytest.raises(ValueError, match=rf"training.attention {wanted} on {device}: .*; choose auto or dense"):
+        check_backend(wanted, device)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_core.modeling.attention import block_mask
+from dflash_core.modeling.attention import Backend, BlockView
 from dflash_core.modeling.drafter import Drafter, new_drafter, tensor_shapes
 from tests.fakes import make_drafter, make_shape
 
@@ -68,7 +68,8 @@ def slow_block(drafter: Drafter, taps: Tensor, embeddings: Tensor, anchor: int) 
 @pytest.mark.parametrize(
     "changes", [{}, {"num_heads": 6, "num_kv_heads": 1, "head_dim": 4, "num_layers": 1}, {"num_kv_heads": 4, "rope_theta": 1e6}]
 )
-def test_forward_equals_the_slow_version(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("backend", ["dense", "grouped", "flex"])
+def test_forward_equals_the_slow_version(changes: dict[str, Any], backend: Backend) -> None:
     drafter = make_drafter(**changes)
     shape = drafter.shape
     generator = torch.Generator().manual_seed(3)
@@ -77,10 +78,12 @@ def test_forward_equals_the_slow_version(changes: dict[str, Any]) -> None:
     embeddings = torch.randn(len(anchors), size, shape.hidden_size, generator=generator)
     positions = torch.tensor([anchor + k for anchor in anchors for k in range(size)]).unsqueeze(0)
     valid = torch.ones(1, len(anchors), dtype=torch.bool)
-    mask = block_mask(torch.tensor([anchors]), valid, context_length=length, block_size=size)
+    view = BlockView(
+        anchor_positions=torch.tensor([anchors]), block_valid=valid, context_length=length, block_size=size, backend=backend
+    )
     with torch.no_grad():
-        context = drafter.context(taps, torch.arange(length).unsqueeze(0))
-        fast = drafter(embeddings.view(1, -1, shape.hidden_size), positions, context, mask)
+        context = drafter.context(taps)
+        fast = drafter(embeddings.view(1, -1, shape.hidden_size), positions, context, view)
     for j, anchor in enumerate(anchors):
         slow = slow_block(drafter, taps[0], embeddings[j], anchor)
         torch.testing.assert_close(fast[0, j * size : (j + 1) * size], slow, atol=2e-5, rtol=1e-4)

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dflash_core.modeling.target import TapReplica, choose_attention, load_ends, load_model, read_facts
+from dflash_core.config import TrainingConfig
+from dflash_core.modeling.target import TapReplica, check_padding, choose_attention, load_ends, load_model, read_facts
 from dflash_core.records import Batch
 from tests import fakes
 from tests.fakes import END_OF_TEXT, IM_END, VOCAB, make_batch
@@ -27,8 +28,8 @@ def loud_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def replica(path: Path, layer_ids: tuple[int, ...]) -> TapReplica:
-    return TapReplica(str(path), layer_ids=layer_ids, dtype="float32", device="cpu", attention="auto")
+def replica(path: Path, layer_ids: tuple[int, ...], **changes: Any) -> TapReplica:
+    return TapReplica(str(path), layer_ids=layer_ids, **{"dtype": "float32", "device": "cpu", "attention": "auto", **changes})
 
 
 def random_batch(lengths: list[int], *, seed: int = 0) -> Batch:
@@ -48,6 +49,21 @@ def test_cut_replica_equals_the_whole_model(loud_target: Path, layer: int) -> No
     tapped = replica(loud_target, (layer,)).tap(batch).target_hidden
     assert torch.equal(tapped, seen[0])
     assert torch.equal(tapped, states[layer + 1])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_teacher_replica_also_gives_the_state_that_the_head_reads(loud_target: Path, packed: bool) -> None:
+    batch = random_batch([13, 9])
+    whole = AutoModelForCausalLM.from_pretrained(loud_target, dtype=torch.float32).eval()
+    tapped = replica(loud_target, (0, 3), packed=packed, teacher=True).tap(batch)
+    assert tapped.last_hidden is not None
+    with torch.no_grad():
+        for row, length in enumerate((13, 9)):
+            logits = whole(batch.input_ids[row : row + 1, :length].long()).logits[0]
+            torch.testing.assert_close(whole.lm_head(tapped.last_hidden[row, :length]), logits, atol=1e-4, rtol=1e-4)
+    plain = replica(loud_target, (0, 3), packed=packed).tap(batch)
+    assert plain.last_hidden is None
+    assert torch.equal(plain.target_hidden, tapped.target_hidden)
 
 
 def test_layers_stand_side_by_side_in_the_order_asked(loud_target: Path) -> None:
@@ -89,6 +105,91 @@ def test_four_replicas_at_once_equal_one_after_the_other(loud_target: Path) -> N
                 assert torch.equal(hidden, expected[i])
 
 
+# ---- what stands beside a row ----------------------------------------------------------------------------------------
+
+
+def test_packed_taps_equal_each_rows_own(loud_target: Path) -> None:
+    """Documents in one row, one of a single token among them, against each row by itself; padding is left at zero."""
+    lengths = [7, 20, 1, 13, 1, 1, 20]
+    batch = random_batch(lengths)
+    packed = replica(loud_target, (0, 2, 4), packed=True).tap(batch).target_hidden
+    assert packed.shape == (7, 20, 3 * 32)
+    single = replica(loud_target, (0, 2, 4)).tap
+    for row, length in enumerate(lengths):
+        alone = single(make_batch([(batch.input_ids[row, :length].tolist(), [1] * length)])).target_hidden[0]
+        change = (packed[row, :length] - alone).norm(dim=-1) / alone.norm(dim=-1)
+        assert change.max() < 1e-5
+        assert not packed[row, length:].any()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_taps_do_not_see_other_documents(loud_target: Path, attention: str) -> None:
+    tap = replica(loud_target, (0, 4), packed=True, attention=attention).tap
+    batch = random_batch([9, 14, 6])
+    before = tap(batch).target_hidden
+    batch.input_ids[0] = torch.randint(4, VOCAB, (14,), generator=torch.Generator().manual_seed(8))
+    batch.input_ids[2] = batch.input_ids[2].flip(0)
+    after = tap(batch).target_hidden
+    torch.testing.assert_close(after[1], before[1], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(after[0, :9], before[0, :9], atol=1e-2)
+
+
+def mixes_rows(replica: TapReplica) -> None:
+    """As experts of limited capacity do: every token feels all others of the batch."""
+    replica._decoder.embed_tokens.register_forward_hook(lambda module, inputs, output: output + 0.1 * output.mean((0, 1)))
+
+
+def stretches(replica: TapReplica) -> None:
+    """As dynamic rope scaling does: a longer batch is another model."""
+    replica._decoder.embed_tokens.register_forward_hook(lambda module, inputs, output: output * (1 + output.shape[1] / 100))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batching", ["padded", "equal", "packed"])
+def test_a_plain_target_passes_the_probe(loud_target: Path, batching: Any, dtype: str) -> None:
+    training = TrainingConfig(batching=batching, tokens_per_batch=256)
+    kept = replica(loud_target, (0, 4), packed=batching == "packed", dtype=dtype)
+    check_padding(kept, training, max_length=256, vocab_size=VOCAB)
+    check_padding(kept, TrainingConfig(batching=batching, tokens_per_batch=1), max_length=1, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("spoil", "batching", "remedy"),
+    [
+        (mixes_rows, "padded", "set training.batching to equal"),
+        (mixes_rows, "equal", "choose another"),
+        (mixes_rows, "packed", "set training.batching to padded"),
+        (stretches, "padded", "set training.batching to equal"),
+        (stretches, "packed", "set training.batching to padded"),
+        (stretches, "equal", None),
+    ],
+)
+def test_a_target_that_feels_the_padding_is_refused_by_name(
+    loud_target: Path, spoil: Any, batching: Any, remedy: str | None, dtype: str
+) -> None:
+    training = TrainingConfig(batching=batching, tokens_per_batch=256)
+    spoilt = replica(loud_target, (0, 4), packed=batching == "packed", dtype=dtype)
+    spoil(spoilt)
+    if remedy is None:
+        check_padding(spoilt, training, max_length=256, vocab_size=VOCAB)
+        return
+    with pytest.raises(ValueError, match=rf"target.path '{loud_target}': hidden states of a row of .* {remedy}"):
+        check_padding(spoilt, training, max_length=256, vocab_size=VOCAB)
+
+
+def test_the_probe_leaves_no_trace(loud_target: Path) -> None:
+    """Neither in torch's own generator nor in what is tapped next."""
+    kept, batch = replica(loud_target, (1,)), random_batch([9, 4])
+    before, state = kept.tap(batch).target_hidden, torch.get_rng_state()
+    check_padding(kept, TrainingConfig(), max_length=64, vocab_size=VOCAB)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(kept.tap(batch).target_hidden, before)
+
+
+# ---- embedding, head, facts ------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_ends_are_the_models_own_embedding_and_head(tmp_path: Path, tied: bool) -> None:
     path = fakes.save_target(tmp_path / "target", tie_word_embeddings=tied, initializer_range=0.15)
@@ -127,7 +228,7 @@ def test_facts_know_every_stop_token(target_dir: Path, tmp_path: Path) -> None:
     "rope",
     [
         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128},
-        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        {"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     ],
 )
 def test_unsupported_rope_is_refused(target_dir: Path, tmp_path: Path, rope: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from dflash_core.records import TrainState
 from dflash_core.training import checkpoint
-from dflash_core.training.checkpoint import clean, clone, environment, latest, load_checkpoint, save_checkpoint
+from dflash_core.training.checkpoint import clean, clone, environment, latest, load_checkpoint, prune, save_checkpoint
 
 DEPENDS_ON = {"config_fingerprint": "c", "data_fingerprint": "d"}
 
@@ -64,7 +64,7 @@ def test_latest_is_the_highest_complete_step(tmp_path: Path) -> None:
     assert latest(tmp_path) == tmp_path / "step-00000100"
 
 
-@pytest.mark.parametrize("killed_at", ["save_file", "file_sha256", "_sync", "rename"])
+@pytest.mark.parametrize("killed_at", ["save_file", "file_sha256", "sync", "rename"])
 def test_a_save_killed_anywhere_leaves_the_old_one_and_a_removable_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
 ) -> None:
@@ -135,3 +135,24 @@ def test_clones_are_private() -> None:
         original["a"] += 1
     assert copy["a"].sum() == 0
     assert not copy["a"].requires_grad
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    for step, quality in ((10, 1.5), (20, 3.5), (30, 3.0), (40, 2.0), (50, 2.5)):
+        saved = replace(state(step), counters={"updates": step, "quality": quality})
+        save_checkpoint(tmp_path, saved, depends_on=DEPENDS_ON)
+    (tmp_path / "step-00000005").mkdir()  # somebody's empty directory
+    prune(tmp_path, keep=2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-00000005", "step-00000020", "step-00000040", "step-00000050"]
+    prune(tmp_path, keep=1)
+    assert latest(tmp_path) == tmp_path / "step-00000050"
+    assert (tmp_path / "step-00000020").is_dir()
+    assert not (tmp_path / "step-00000040").exists()
+
+
+def test_of_equally_good_ones_the_newest_is_the_best(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save_checkpoint(tmp_path, state(step), depends_on=DEPENDS_ON)
+    prune(tmp_path, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000030"]

@@ -1,16 +1,11 @@
-"""Clocks, the timeline, the named bottleneck and the metrics file."""
+"""metrics.jsonl: rows of sums and means, and what a resumed run cuts."""
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from dflash_core.records import StepMetrics
-from dflash_core.training import metrics
-from dflash_core.training.metrics import MetricsFile, StageClock, bottleneck, step_row, write_timeline
+from dflash_core.training.metrics import MetricsFile, step_row
 
 STEP = StepMetrics(
     step=1,
@@ -32,108 +27,6 @@ STEP = StepMetrics(
     applied=True,
     seconds=0.5,
 )
-
-
-class Ticks:
-    """A clock that stands still until it is told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(metrics.time, "perf_counter", lambda: self.now)
-
-
-def test_clock_sums_what_its_workers_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = Ticks(monkeypatch)
-    clock = StageClock("tap", 100.0, workers=2)
-    for what, seconds, worker in (("starved", 1.0, 0), ("busy", 2.0, 0), ("busy", 3.0, 1), ("blocked", 0.5, 1)):
-        with clock.doing(what, worker=worker, number=7 + worker):  # type: ignore[arg-type]
-            ticks.now += seconds
-    assert clock.as_dict() == {
-        "workers": 2,
-        "items": 2,
-        "busy": 5.0,
-        "starved": 1.0,
-        "blocked": 0.5,
-        "busy_share": 0.7692,
-        "starved_share": 0.1538,
-        "blocked_share": 0.0769,
-    }
-    assert [(i.stage, i.worker, i.number, i.start, i.end) for i in clock.intervals] == [("tap", 0, 7, 1, 3), ("tap", 1, 8, 3, 6)]
-
-
-def test_time_of_a_failed_piece_of_work_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = Ticks(monkeypatch)
-    clock = StageClock("train", 100.0)
-
-    def fail() -> None:
-        with clock.doing("busy"):
-            ticks.now += 2
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert clock.seconds["busy"] == 2.0
-
-
-def test_a_stage_that_did_nothing_has_no_shares() -> None:
-    assert StageClock("read", time.perf_counter()).as_dict()["busy_share"] == 0.0
-
-
-def test_intervals_are_bounded_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(metrics, "KEPT_INTERVALS", 3)
-    clock = StageClock("read", time.perf_counter())
-    for number in range(5):
-        with clock.doing("busy", number=number):
-            pass
-    assert (len(clock.intervals), clock.unkept, clock.items) == (3, 2, 5)
-    write_timeline(tmp_path / "timeline.json", [clock])
-    assert json.loads((tmp_path / "timeline.json").read_text())["unkept"] == 2
-
-
-def test_timeline_is_a_chrome_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ticks = Ticks(monkeypatch)
-    clocks = [StageClock("read", 100.0), StageClock("tap", 100.0)]
-    for clock, worker in zip(clocks, (0, 1), strict=True):
-        with clock.doing("busy", worker=worker, number=4):
-            ticks.now += 0.25
-    write_timeline(tmp_path / "timeline.json", clocks)
-    value = json.loads((tmp_path / "timeline.json").read_text())
-    assert value["displayTimeUnit"] == "ms"
-    assert value["traceEvents"] == [
-        {
-            "name": "read 4",
-            "cat": "read",
-            "ph": "X",
-            "ts": 0.0,
-            "dur": 250000.0,
-            "pid": 0,
-            "tid": "read-0",
-            "args": {"number": 4},
-        },
-        {
-            "name": "tap 4",
-            "cat": "tap",
-            "ph": "X",
-            "ts": 250000.0,
-            "dur": 250000.0,
-            "pid": 0,
-            "tid": "tap-1",
-            "args": {"number": 4},
-        },
-    ]
-
-
-def shares(busy: float, starved: float, blocked: float) -> dict[str, Any]:
-    return {"busy_share": busy, "starved_share": starved, "blocked_share": blocked}
-
-
-def test_the_bottleneck_is_the_stage_that_waits_least() -> None:
-    stages = {"plan": shares(1, 0, 0), "read": shares(0.1, 0.2, 0.7), "tap": shares(0.6, 0, 0.4), "train": shares(0.93, 0.07, 0)}
-    words = bottleneck(stages)
-    assert words.startswith("train: busy 93% of its time")
-    assert "tap waits 0% for input and 40% for room" in words
-    stages["tap"] = shares(0.99, 0.01, 0)
-    assert bottleneck(stages).startswith("tap: busy 99%")
 
 
 def test_a_row_has_the_sums_and_the_means_of_them() -> None:
@@ -174,6 +67,7 @@ def test_a_resumed_run_cuts_what_it_will_write_again(tmp_path: Path) -> None:
     with path.open("a") as half:
         half.write('{"step": 8, "posi')
     file = MetricsFile(path, 5)
+    assert (file.lost_steps, file.lost_tokens) == (2, 200)  # the half line was never counted by anybody
     file.write(replace(STEP, step=6))
     file.close()
     assert steps(path) == [1, 2, 3, 4, 5, 6]

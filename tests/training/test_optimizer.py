@@ -18,6 +18,14 @@ def test_learning_rate_by_hand() -> None:
     assert rates == pytest.approx([0.5, 1.0, *cosine], abs=1e-6)
 
 
+def test_wsd_by_hand() -> None:
+    training = TrainingConfig(learning_rate=1.0, warmup=0.2, schedule="wsd", decay=0.4)
+    rates = [learning_rate(step, total=10, training=training) for step in range(11)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+    sudden = TrainingConfig(learning_rate=1.0, warmup=0.0, schedule="wsd", decay=0.0)
+    assert [learning_rate(step, total=3, training=sudden) for step in range(4)] == [1.0, 1.0, 1.0, 0.0]
+
+
 def test_warm_up_is_rounded_up_and_may_be_absent() -> None:
     training = TrainingConfig(learning_rate=2.0, warmup=0.04)
     assert learning_rate(0, total=30, training=training) == pytest.approx(1.0)  # 1.2 steps, so two

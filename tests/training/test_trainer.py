@@ -1,5 +1,6 @@
 """Windows, sums, skips and resume of one rank, on random taps."""
 
+import dataclasses
 import math
 import random
 from collections.abc import Sequence
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from dflash_core.modeling.anchors import draw_blocks
+from dflash_core.modeling.blocks import block_states
 from dflash_core.modeling.drafter import new_drafter
-from dflash_core.modeling.loss import weighted_cross_entropy
+from dflash_core.modeling.loss import block_loss
 from dflash_core.modeling.target import TargetEnds, load_ends
 from dflash_core.records import StepMetrics, TappedBatch
 from dflash_core.training import trainer as trainer_module
-from dflash_core.training.trainer import Trainer, block_states
+from dflash_core.training.trainer import Trainer
 from tests.fakes import VOCAB, make_batch, make_config, make_shape, save_target
 
 Row = tuple[list[int], list[int]]
@@ -129,7 +131,8 @@ def test_a_step_is_the_written_adamw_on_the_windows_mean(build: Any, ends: Targe
         loss, weight = torch.zeros(()), 0.0
         for batch in window:
             blocks = draw_blocks(batch.batch, block_size=4, mask_token_id=3, num_anchors=4, gamma=4.0, seed=3)
-            sums = weighted_cross_entropy(block_states(reference, ends, batch.target_hidden, blocks), blocks, ends.head)
+            states = block_states(reference, ends.embed, reference.context(batch.target_hidden), blocks)
+            sums = block_loss(states, blocks, ends.head, terms={"ce": 1.0})
             loss, weight = loss + sums.loss_sum, weight + float(sums.weight_sum)
         reference.zero_grad()
         (loss / weight).backward()
@@ -148,6 +151,39 @@ def test_a_step_is_the_written_adamw_on_the_windows_mean(build: Any, ends: Targe
         for name, p in reference.named_parameters():
             # Adam's first steps are the sign of the gradient, so single values near zero may differ
             assert float((weights(trainer)[name] - p.detach()).norm()) < 1e-3 * rate * math.sqrt(p.numel()), name
+
+
+def test_terms_against_the_target_read_its_state_one_token_before_the_label(build: Any, ends: TargetEnds) -> None:
+    """The loss of a step against a loop over the slots: q from the drafter, p from the target's last state at a + k - 1."""
+    trainer = build(loss={"kl": 1.0, "ce": 0.5}, loss_decay_gamma=3.0)
+    plain = tapped(ROWS[:2])
+    last = torch.randn(*plain.batch.input_ids.shape, 32, generator=torch.Generator().manual_seed(4))
+    metrics = trainer.train(TappedBatch(batch=plain.batch, target_hidden=plain.target_hidden, last_hidden=last))
+    reference = new_drafter(make_shape(), 0)
+    blocks = draw_blocks(plain.batch, block_size=4, mask_token_id=3, num_anchors=4, gamma=3.0, seed=3)
+    with torch.no_grad():
+        states = block_states(reference, ends.embed, reference.context(plain.target_hidden), blocks)
+        loss = 0.0
+        for b, j, k in (blocks.weights > 0).nonzero().tolist():
+            log_q = ends.head(states[b, j, k]).log_softmax(-1)
+            log_p = ends.head(last[b, int(blocks.anchor_positions[b, j]) + k - 1]).log_softmax(-1)
+            term = (log_p.exp() * (log_p - log_q)).sum() - 0.5 * log_q[blocks.labels[b, j, k]]
+            loss += float(blocks.weights[b, j, k] * term)
+    assert metrics.loss_sum == pytest.approx(loss, rel=1e-5)
+    assert metrics.weight_sum == pytest.approx(float(blocks.weights.sum()))
+
+
+@pytest.mark.parametrize("weights", ["dpace", "none"])
+def test_other_slot_weights(build: Any, weights: str) -> None:
+    batch = tapped(ROWS[:3])
+    decay, other = build(), build(loss_weights=weights)
+    a, b = decay.train(batch), other.train(batch)
+    assert a.counted == b.counted
+    if weights == "none":
+        assert b.weight_sum == sum(b.counted)
+    else:  # a slot's weight is at least what reaching it alone would give, (1 + 1/V) / 2 a slot
+        assert b.weight_sum > sum(0.5**k * count for k, count in enumerate(b.counted))
+    assert all(torch.isfinite(value).all() for value in other.snapshot().weights.values())
 
 
 def test_training_lowers_the_loss(build: Any) -> None:
@@ -249,7 +285,7 @@ def test_three_bad_gradients_in_a_row_fail(build: Any) -> None:
     on[0] = True
     step()
     step()
-    with pytest.raises(ValueError, match="three optimizer steps in a row without a finite gradient"):
+    with pytest.raises(ValueError, match="5 of 6 optimizer steps had no finite gradient, 3 in a row"):
         step()
 
 
@@ -262,6 +298,103 @@ def test_too_many_skipped_micro_batches_fail(build: Any) -> None:
             trainer.train(good)
     with pytest.raises(ValueError, match=r"6 of 21 micro-batches were skipped \(training.max_skipped 25%\).*non-finite hidden"):
         trainer.train(bad)
+
+
+def test_three_bad_micro_batches_in_a_row_fail(build: Any) -> None:
+    trainer = build(accumulate=9)
+    good, bad, idle = tapped([row(9)]), spoilt(tapped([row(9)])), tapped([WITHOUT_ANCHOR])
+    for batch in (bad, bad, good, bad, idle, bad):
+        trainer.train(batch)
+    with pytest.raises(ValueError, match=r"3 micro-batches in a row could not be trained; the last, number 0: target produced"):
+        trainer.train(bad)
+
+
+def test_too_many_bad_gradients_fail_though_never_three_in_a_row(build: Any) -> None:
+    trainer, on = build(max_skipped=0.2), [False]
+    poison(trainer, on)
+    for step in range(1, trainer_module.MIN_JUDGED):
+        on[0] = step % 4 == 0
+        trainer.train(tapped([row(9)], number=step))
+    on[0] = True
+    with pytest.raises(ValueError, match=r"5 of 20 optimizer steps had no finite gradient, 1 in a row \(limits: .* 20%"):
+        trainer.train(tapped([row(9)], number=20))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """A device that has room for so many rows, in the forward or in the backward pass of one weight."""
+
+    def __init__(self, trainer: Trainer, *, rows: int, backward: bool) -> None:
+        self.rows, self.seen = rows, 0
+        layer = trainer.drafter.layers[0].mlp.up_proj
+        layer.register_forward_pre_hook(lambda module, inputs: self._forward(inputs[0].shape[0], backward))
+        if backward:
+            layer.weight.register_hook(lambda gradient: self._check())
+
+    def _forward(self, rows: int, backward: bool) -> None:
+        self.seen = rows
+        if not backward:
+            self._check()
+
+    def _check(self) -> None:
+        if self.seen > self.rows:
+            raise torch.OutOfMemoryError(f"no room for {self.seen} rows")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_micro_batch_too_large_for_the_memory_is_trained_in_halves(build: Any, backward: bool) -> None:
+    """In the middle of a window, with gradients of earlier micro-batches there and half of a backward pass done."""
+    plain, short = build(accumulate=3), build(accumulate=3)
+    batches = [tapped(ROWS[i : i + n], number=k, first_row=i) for k, (i, n) in enumerate([(0, 2), (2, 4), (6, 2)])]
+    Memory(short, rows=2, backward=backward)
+    for batch in batches:
+        a, b = plain.train(batch), short.train(batch)
+    assert (a.rows, a.tokens, a.blocks, a.counted, a.micro_batches) == (b.rows, b.tokens, b.blocks, b.counted, b.micro_batches)
+    assert b.skipped == {}
+    assert b.gradient_norm == pytest.approx(a.gradient_norm, rel=1e-6)
+    assert b.loss_sum == pytest.approx(a.loss_sum, rel=1e-6)
+    moments = short.snapshot().moments
+    for name, value in plain.snapshot().moments.items():
+        assert float((moments[name] - value).norm() / value.norm()) < 2e-6, name
+    assert plain.departures == ()
+    assert short.departures == ("split: drafter: 1",)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"), [(4, "micro-batch 7 of 4 rows x 49 tokens"), (1, "micro-batch 7 of 1 rows x 31 tokens")]
+)
+def test_a_micro_batch_that_fits_in_no_way_fails_with_its_name(build: Any, rows: int, words: str) -> None:
+    trainer = build()
+    Memory(trainer, rows=0, backward=False)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.train(tapped(ROWS[2 : 2 + rows] if rows > 1 else [row(27)], number=7))
+    assert words in caught.value.__notes__[0]
+    assert "out of memory in the drafter" in caught.value.__notes__[0]
+    assert "lower training.tokens_per_batch" in caught.value.__notes__[0]
+
+
+def test_an_error_other_than_memory_is_not_tried_again(build: Any) -> None:
+    trainer, calls = build(), []
+
+    def fail(module: Any, inputs: Any) -> None:
+        calls.append(1)
+        raise RuntimeError("something else")
+
+    trainer.drafter.layers[0].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="something else"):
+        trainer.train(tapped(ROWS))
+    assert calls == [1]
+
+
+def test_taps_split_by_a_target_are_a_departure_that_checkpoints_keep(build: Any) -> None:
+    trainer, resumed = build(), build()
+    trainer.train(dataclasses.replace(tapped([row(9)]), split=True))
+    trainer.train(spoilt(tapped([row(9)], number=1)))
+    trainer.train(tapped([WITHOUT_ANCHOR], number=2))
+    resumed.restore(trainer.snapshot())
+    assert resumed.departures == ("skipped: target produced non-finite hidden states: 1", "split: target: 1")
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------------

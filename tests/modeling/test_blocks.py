@@ -3,16 +3,19 @@
 Training runs all blocks of a row in one masked pass; decoding runs one block over a context cache. Both must agree.
 """
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from dflash_core.decoding.speculate import DraftCache
+from dflash_core.decoding.drafts import DraftCache
 from dflash_core.modeling.anchors import build_blocks
+from dflash_core.modeling.attention import Backend
+from dflash_core.modeling.blocks import at_labels, block_states
 from dflash_core.modeling.target import TargetEnds, load_ends
-from dflash_core.training.trainer import block_states
 from tests import fakes
 from tests.fakes import MASK, VOCAB, make_drafter
 
@@ -20,6 +23,7 @@ LENGTH, SIZE = 16, 4
 ANCHORS = [0, 2, 5, 6, 7, 12, 14]  # 5, 6, 7 are closer than a block, 14 reaches over the end
 DRAFTER = make_drafter()
 WIDTH = 3 * 32
+Logits = Callable[..., Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +38,22 @@ def random_input(seed: int = 0, rows: int = 1) -> tuple[Tensor, Tensor]:
     return ids, torch.randn(rows, LENGTH, WIDTH, generator=generator)
 
 
-def logits_of(ends: TargetEnds, ids: Tensor, taps: Tensor, anchors: list[list[int]], valid: Tensor | None = None) -> Tensor:
+@pytest.fixture(params=["dense", "grouped"])
+def logits_of(request: pytest.FixtureRequest, ends: TargetEnds) -> Logits:
+    """`logits_of(ids, taps, anchors)` by each way to train on the CPU; test_attention.py has the third."""
+    return functools.partial(compute_logits, ends, request.param)
+
+
+def compute_logits(
+    ends: TargetEnds, backend: Backend, ids: Tensor, taps: Tensor, anchors: list[list[int]], valid: Tensor | None = None
+) -> Tensor:
     """Logits [B, N, S, V] of the blocks at `anchors`, as training computes them."""
     positions = torch.tensor(anchors)
     valid = torch.ones_like(positions, dtype=torch.bool) if valid is None else valid
     mask = torch.ones_like(ids)
     blocks = build_blocks(ids, mask, positions, valid, block_size=SIZE, mask_token_id=MASK, gamma=4.0)
     with torch.no_grad():
-        return ends.head(block_states(DRAFTER, ends, taps, blocks))
+        return ends.head(block_states(DRAFTER, ends.embed, DRAFTER.context(taps), blocks, backend=backend))
 
 
 def moved(a: Tensor, b: Tensor) -> list[bool]:
@@ -50,47 +62,47 @@ def moved(a: Tensor, b: Tensor) -> list[bool]:
 
 
 @pytest.mark.parametrize("place", range(LENGTH))
-def test_a_token_reaches_only_the_block_that_it_opens(ends: TargetEnds, place: int) -> None:
+def test_a_token_reaches_only_the_block_that_it_opens(logits_of: Logits, place: int) -> None:
     ids, taps = random_input()
-    before = logits_of(ends, ids, taps, [ANCHORS])
+    before = logits_of(ids, taps, [ANCHORS])
     ids[0, place] = 4 + (int(ids[0, place]) - 3) % (VOCAB - 4)
-    after = logits_of(ends, ids, taps, [ANCHORS])
+    after = logits_of(ids, taps, [ANCHORS])
     assert moved(before, after) == [anchor == place for anchor in ANCHORS]
 
 
 @pytest.mark.parametrize("place", range(LENGTH))
-def test_a_tap_reaches_only_blocks_that_open_after_it(ends: TargetEnds, place: int) -> None:
+def test_a_tap_reaches_only_blocks_that_open_after_it(logits_of: Logits, place: int) -> None:
     ids, taps = random_input()
-    before = logits_of(ends, ids, taps, [ANCHORS])
+    before = logits_of(ids, taps, [ANCHORS])
     taps[0, place] += 10 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(1))
-    after = logits_of(ends, ids, taps, [ANCHORS])
+    after = logits_of(ids, taps, [ANCHORS])
     assert moved(before, after) == [anchor > place for anchor in ANCHORS]
 
 
-def test_other_blocks_and_their_number_change_nothing(ends: TargetEnds) -> None:
+def test_other_blocks_and_their_number_change_nothing(logits_of: Logits) -> None:
     ids, taps = random_input()
-    together = logits_of(ends, ids, taps, [ANCHORS])
+    together = logits_of(ids, taps, [ANCHORS])
     for j, anchor in enumerate(ANCHORS):
-        torch.testing.assert_close(logits_of(ends, ids, taps, [[anchor]])[0, 0], together[0, j], atol=1e-5, rtol=0)
+        torch.testing.assert_close(logits_of(ids, taps, [[anchor]])[0, 0], together[0, j], atol=1e-5, rtol=0)
     valid = torch.tensor([[True, False, True, False, True, False, True]])
-    some = logits_of(ends, ids, taps, [ANCHORS], valid)
+    some = logits_of(ids, taps, [ANCHORS], valid)
     torch.testing.assert_close(some[0, ::2], together[0, ::2], atol=1e-5, rtol=0)
     assert torch.isfinite(some).all()
 
 
-def test_context_cut_at_the_anchor_gives_the_same_logits(ends: TargetEnds) -> None:
+def test_context_cut_at_the_anchor_gives_the_same_logits(logits_of: Logits) -> None:
     ids, taps = random_input()
-    together = logits_of(ends, ids, taps, [ANCHORS])
+    together = logits_of(ids, taps, [ANCHORS])
     for j, anchor in enumerate(ANCHORS):
-        cut = logits_of(ends, ids[:, : anchor + 1], taps[:, : anchor + 1], [[anchor]])
+        cut = logits_of(ids[:, : anchor + 1], taps[:, : anchor + 1], [[anchor]])
         torch.testing.assert_close(cut[0, 0], together[0, j], atol=1e-5, rtol=0)
 
 
-def test_decoding_over_a_cache_equals_training(ends: TargetEnds) -> None:
+def test_decoding_over_a_cache_equals_training(ends: TargetEnds, logits_of: Logits) -> None:
     """The decoding loop's own object, fed piece by piece, gives the logits of the masked training pass."""
     ids, taps = random_input()
     anchors = [anchor for anchor in ANCHORS if anchor > 0]
-    together = logits_of(ends, ids, taps, [anchors])
+    together = logits_of(ids, taps, [anchors])
     seen: list[Tensor] = []
 
     class Recorder(TargetEnds):
@@ -102,36 +114,46 @@ def test_decoding_over_a_cache_equals_training(ends: TargetEnds) -> None:
 
     cache = DraftCache(DRAFTER, Recorder())
     for _ in range(2):  # a second prompt starts from nothing
-        cache.start()
+        cache.start(1)
         done = 0
         for j, anchor in enumerate(anchors):
-            cache.extend(taps[:, done:anchor])
+            cache.extend(taps[:, done:anchor], [anchor - done])
             done = anchor
-            proposal = cache.propose(ids[0, : anchor + 1].tolist())
-            torch.testing.assert_close(seen[-1], together[0, j, 1:], atol=1e-5, rtol=0)
-            assert proposal == together[0, j, 1:].argmax(-1).tolist()
+            proposal = cache.propose([ids[0, : anchor + 1].tolist()])
+            torch.testing.assert_close(seen[-1][0], together[0, j, 1:], atol=1e-5, rtol=0)
+            assert proposal[0] == together[0, j, 1:].argmax(-1).tolist()
 
 
-def test_zero_features_equal_training_on_zero_taps(ends: TargetEnds) -> None:
+def test_zero_features_equal_training_on_zero_taps(ends: TargetEnds, logits_of: Logits) -> None:
     ids, taps = random_input()
-    blind = logits_of(ends, ids, torch.zeros_like(taps), [[9]])
-    cache = DraftCache(DRAFTER, ends, zero_features=True)
-    cache.start()
-    cache.extend(taps[:, :9])
-    assert cache.propose(ids[0, :10].tolist()) == blind[0, 0, 1:].argmax(-1).tolist()
+    blind = logits_of(ids, torch.zeros_like(taps), [[9]])
+    cache = DraftCache(DRAFTER, ends)
+    cache.start(1)
+    cache.extend(torch.zeros_like(taps[:, :9]), [9])
+    assert cache.propose([ids[0, :10].tolist()])[0] == blind[0, 0, 1:].argmax(-1).tolist()
 
 
-def test_rows_of_a_batch_do_not_see_each_other(ends: TargetEnds) -> None:
+def test_rows_of_a_batch_do_not_see_each_other(logits_of: Logits) -> None:
     ids, taps = random_input(rows=3)
     anchors = [[1, 5, 6], [2, 9, 13], [3, 4, 14]]
-    together = logits_of(ends, ids, taps, anchors)
+    together = logits_of(ids, taps, anchors)
     for b in range(3):
-        alone = logits_of(ends, ids[b : b + 1], taps[b : b + 1], anchors[b : b + 1])
+        alone = logits_of(ids[b : b + 1], taps[b : b + 1], anchors[b : b + 1])
         torch.testing.assert_close(alone[0], together[b], atol=1e-5, rtol=0)
 
 
-def test_right_padding_with_garbage_changes_nothing(ends: TargetEnds, tmp_path: Path) -> None:
+def test_right_padding_with_garbage_changes_nothing(logits_of: Logits, tmp_path: Path) -> None:
     ids, taps = random_input()
-    short = logits_of(ends, ids[:, :11], taps[:, :11], [[3, 10]])
+    short = logits_of(ids[:, :11], taps[:, :11], [[3, 10]])
     taps[:, 11:] = 1e4
-    torch.testing.assert_close(logits_of(ends, ids, taps, [[3, 10]]), short, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits_of(ids, taps, [[3, 10]]), short, atol=1e-5, rtol=0)
+
+
+def test_states_at_labels_are_those_of_the_token_before(ends: TargetEnds) -> None:
+    ids, _ = random_input(rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, 7] = 0
+    last = torch.arange(2 * LENGTH, dtype=torch.bfloat16).view(2, LENGTH, 1)
+    anchors, valid = torch.tensor([[0, 13], [5, 0]]), torch.tensor([[True, True], [True, False]])
+    blocks = build_blocks(ids, mask, anchors, valid, block_size=SIZE, mask_token_id=MASK, gamma=4.0)
+    assert at_labels(last, blocks).flatten().tolist() == [0, 1, 2, 13, 14, LENGTH + 5]

@@ -1,0 +1,187 @@
+"""What a run needs and how fast it can be, before a GPU is used: FLOPs, memory, disk and days from the configs alone.
+
+    Census (target's config), DrafterShape, Config --cost--> Cost: FLOPs of a data token in the target and in the drafter
+    Cost, Device x count --topologies--> tokens/s of sharing every device, and of each split t targets + d drafters
+
+    rate of a split = min(t x target's rate, d x drafter's rate) on one device each; of sharing, n / (sum of both times)
+
+Matrix products count 2 FLOPs a parameter and token forward, 2 for the gradient of the input and 2 for that of the weights; the
+frozen head has no gradient of its weights, the drafter's `fc` none of its input.
+"""
+
+import math
+from dataclasses import dataclass
+
+from dflash_core.config import Config
+from dflash_core.modeling.census import Census
+from dflash_core.modeling.drafter import tensor_shapes
+from dflash_core.records import DrafterShape, StepMetrics
+from dflash_core.sizes import DTYPE_BYTES, batch_bytes, needs_teacher
+
+ADAM_BYTES = 16  # a trained parameter: fp32 master, gradient and two moments
+SAVED_BYTES = 12  # the same in a checkpoint, without the gradient
+TOKEN_BYTES = 5  # of a shard: id and mask
+DISK_BYTES_S = 1.0e9  # assumed, with hashing
+LOGIT_COPIES = 3  # logits, their gradient and one temporary of the loss
+SAVED_WIDTHS = 10  # of a drafter layer's hidden size, kept for the backward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A GPU as it is assumed: dense bf16 FLOP/s, memory, and the shares of it that target and drafter reach."""
+
+    name: str
+    flops: float
+    memory: float
+    target_mfu: float
+    drafter_mfu: float
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device(name="rtx-pro-6000", flops=503.8e12, memory=96e9, target_mfu=0.55, drafter_mfu=0.45),
+        Device(name="h200", flops=989.5e12, memory=141e9, target_mfu=0.45, drafter_mfu=0.435),
+        Device(name="h100", flops=989.5e12, memory=80e9, target_mfu=0.45, drafter_mfu=0.435),
+    )
+}
+
+
+def parse_devices(text: str) -> tuple[int, Device]:
+    """`4xrtx-pro-6000` -> (4, that device). Raises ValueError."""
+    count, _, name = text.partition("x")
+    if not count.isdecimal() or int(count) < 1 or name not in DEVICES:
+        raise ValueError(f"--devices {text!r}: write COUNTxNAME such as 4xrtx-pro-6000; known are {', '.join(DEVICES)}")
+    return int(count), DEVICES[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """FLOPs. A data token is a real token of the conversations."""
+
+    target: float  # a data token, forward, up to the last tap
+    context: float  # a data token in the drafter: its keys and values
+    block: float  # a token of a block in the drafter, forward and backward
+    block_tokens: float  # a data token, in the mean
+
+    @property
+    def drafter(self) -> float:
+        """Of the drafter, a data token."""
+        return self.context + self.block_tokens * self.block
+
+    def of_step(self, metrics: StepMetrics, *, block_size: int) -> float:
+        """FLOPs of a step's real tokens: padding counts as nothing."""
+        return metrics.tokens * (self.target + self.context) + metrics.blocks * block_size * self.block
+
+
+def cost(config: Config, shape: DrafterShape, counted: Census, *, row_tokens: float, anchors: float) -> Cost:
+    """FLOPs of rows of `row_tokens` tokens with `anchors` blocks, in the mean."""
+    run = len(counted.layers) if needs_teacher(config.training) else max(shape.target_layer_ids) + 1
+    earlier = row_tokens / 2  # tokens that one looks at, in the mean
+    attention = 4 * earlier * counted.attention_width * sum(counted.attends[:run])
+    width, key_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden, taps = shape.hidden_size, len(shape.target_layer_ids)
+    layer = 2 * hidden * (width + key_width) + 3 * hidden * shape.intermediate_size
+    looks = 12 * (earlier + shape.block_size) * width * shape.num_layers
+    return Cost(
+        target=2 * sum(counted.active[:run]) + attention,
+        context=4 * taps * hidden * hidden + 6 * 2 * hidden * key_width * shape.num_layers,
+        block=6 * layer * shape.num_layers + 4 * hidden * shape.vocab_size + looks,
+        block_tokens=anchors * shape.block_size / row_tokens,
+    )
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def drafter_parameters(shape: DrafterShape) -> int:
+    """Of all trained tensors."""
+    return sum(math.prod(size) for size in tensor_shapes(shape).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Bytes on a device or disk, by what they are for."""
+
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def target_room(config: Config, shape: DrafterShape, counted: Census) -> Room:
+    """A device with one replica: no layer after the last tap, no head."""
+    run = len(counted.layers) if needs_teacher(config.training) else max(shape.target_layer_ids) + 1
+    size, tokens = DTYPE_BYTES[config.target.dtype], config.training.tokens_per_batch
+    tapped = batch_bytes(shape, tokens, config.target.dtype, teacher=needs_teacher(config.training))
+    widest = (4 * shape.hidden_size + 3 * shape.intermediate_size) * tokens * size
+    return Room(parts={"weights": (counted.embedding + sum(counted.layers[:run])) * size, "activations": widest, "taps": tapped})
+
+
+def drafter_room(config: Config, shape: DrafterShape, counted: Census) -> Room:
+    """The drafter's device: states, the target's embedding and head, one micro-batch, and the hidden states under credit."""
+    size = 2 if config.training.autocast == "bfloat16" else 4
+    block_tokens = config.training.anchors_per_batch * shape.block_size
+    wide = SAVED_WIDTHS * shape.hidden_size + 3 * shape.intermediate_size + 4 * shape.num_heads * shape.head_dim
+    ends = counted.embedding + (0 if counted.tied else counted.head)
+    return Room(
+        parts={
+            "states": ADAM_BYTES * drafter_parameters(shape),
+            "embedding and head": 4 * ends,
+            "activations": block_tokens * wide * shape.num_layers * size + LOGIT_COPIES * 2**28,
+            "credits": config.pipeline.ahead_bytes,
+        }
+    )
+
+
+def disk_room(config: Config, shape: DrafterShape, *, tokens: float) -> Room:
+    """Of the run directory."""
+    parameters = drafter_parameters(shape)
+    kept = config.pipeline.keep_checkpoints + 2  # the best one, and one being written
+    return Room(parts={"checkpoints": SAVED_BYTES * parameters * kept, "export": 2 * parameters, "shards": TOKEN_BYTES * tokens})
+
+
+def save_seconds(shape: DrafterShape) -> float:
+    """Of one checkpoint on a disk of DISK_BYTES_S."""
+    return SAVED_BYTES * drafter_parameters(shape) / DISK_BYTES_S
+
+
+# ---- topologies ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A way to use the devices. `targets` = `drafters` = all of them: every device does both in turn."""
+
+    targets: int
+    drafters: int
+    shared: bool
+    rate: float  # real tokens a second
+    fits: bool  # in memory
+
+    @property
+    def name(self) -> str:
+        return "shared" if self.shared else f"{self.targets}+{self.drafters}"
+
+    @property
+    def even(self) -> bool:
+        """Whether each rank gets as many targets as the others."""
+        return self.targets % self.drafters == 0
+
+
+def token_seconds(costs: Cost, device: Device) -> tuple[float, float]:
+    """(target, drafter): seconds of one device for a data token."""
+    return costs.target / (device.flops * device.target_mfu), costs.drafter / (device.flops * device.drafter_mfu)
+
+
+def topologies(costs: Cost, count: int, device: Device, *, target: Room, drafter: Room) -> list[Topology]:
+    """All ways to use `count` devices, the fastest first."""
+    target_s, drafter_s = token_seconds(costs, device)
+    both = target.total + drafter.total <= device.memory
+    found = [Topology(targets=count, drafters=count, shared=True, rate=count / (target_s + drafter_s), fits=both)]
+    apart = max(target.total, drafter.total) <= device.memory
+    for targets in range(1, count):
+        rate = min(targets / target_s, (count - targets) / drafter_s)
+        found.append(Topology(targets=targets, drafters=count - targets, shared=False, rate=rate, fits=apart))
+    return sorted(found, key=lambda topology: -topology.rate)

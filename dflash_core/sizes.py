@@ -1,0 +1,135 @@
+"""What follows from a config and the target: taps, head sizes, the mask token, the bytes of a micro-batch, the steps of a run.
+
+Config  +  TargetFacts (the target's own config)  --resolve--> DrafterShape      derived and checked here, and nowhere else
+"""
+
+import itertools
+import math
+
+from dflash_core.config import Config, PipelineConfig, TrainingConfig
+from dflash_core.records import DrafterShape, TargetFacts
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+# Loss decay of the DFlash paper (appendix A.1) by block size; other sizes take the nearest listed one.
+PAPER_GAMMA = {7: 4.0, 8: 4.0, 10: 5.0, 16: 7.0}
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Layers tapped by the reference rule: first 1, last T-3, evenly spread, rounded half to even (z-lab/dflash)."""
+    if num_taps == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+
+
+def paper_gamma(block_size: int) -> float:
+    """Decay constant of the paper for the nearest block size it names."""
+    return PAPER_GAMMA[min(PAPER_GAMMA, key=lambda known: (abs(known - block_size), known))]
+
+
+def resolve(config: Config, target: TargetFacts) -> DrafterShape:
+    """The drafter's exact sizes for this target. Raises ValueError where the two do not fit."""
+    drafter = config.drafter
+    ids = drafter.target_layer_ids
+    if ids is None:
+        ids = default_target_layer_ids(target.num_layers, drafter.num_taps or drafter.num_layers)
+    if fault := _tap_fault(ids, target.num_layers):
+        by_rule = drafter.target_layer_ids is None
+        remedy = "; the default rule does not suit this target, set drafter.target_layer_ids" if by_rule else ""
+        raise ValueError(f"drafter.target_layer_ids {list(ids)}: {fault} (the target has {target.num_layers} layers){remedy}")
+    _check_mask_token(drafter.mask_token_id, target)
+    heads = drafter.num_heads or target.num_heads
+    kv_heads = drafter.num_kv_heads or target.num_kv_heads
+    if heads % kv_heads:
+        raise ValueError(f"drafter.num_heads {heads} is no multiple of drafter.num_kv_heads {kv_heads}")
+    if config.data.max_length > target.max_positions:
+        raise ValueError(
+            f"data.max_length {config.data.max_length} is above the target's {target.max_positions} positions; lower it"
+        )
+    shape = DrafterShape(
+        num_layers=drafter.num_layers,
+        hidden_size=target.hidden_size,
+        intermediate_size=drafter.intermediate_size or target.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=drafter.head_dim or target.head_dim,
+        vocab_size=target.vocab_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_theta=target.rope_theta,
+        max_positions=target.max_positions,
+        block_size=drafter.block_size,
+        mask_token_id=int(drafter.mask_token_id or 0),
+        target_layer_ids=tuple(ids),
+        num_target_layers=target.num_layers,
+    )
+    check_ahead_bytes(config, shape)
+    return shape
+
+
+def _tap_fault(ids: tuple[int, ...], num_layers: int) -> str | None:
+    last = num_layers - 1
+    if not ids:
+        return "empty, name at least one layer"
+    if last in ids:
+        return f"layer {last} is the last, seen by engines before and by transformers after the final norm; tap up to {last - 1}"
+    if any(i < 0 or i > last for i in ids):
+        return f"outside 0..{last - 1}"
+    if any(a >= b for a, b in itertools.pairwise(ids)):
+        return "not rising strictly"
+    return None
+
+
+def _check_mask_token(mask: int | None, target: TargetFacts) -> None:
+    if mask is None:
+        raise ValueError("drafter.mask_token_id is not set: name a reserved token of the target's vocabulary (Qwen3: 151669)")
+    if not 0 <= mask < target.vocab_size:
+        raise ValueError(f"drafter.mask_token_id {mask}: outside the target's {target.vocab_size} embedding rows")
+    for role, ids in (("eos", target.eos_ids), ("pad", target.pad_ids), ("bos", target.bos_ids)):
+        if mask in ids:
+            raise ValueError(f"drafter.mask_token_id {mask} is the target's {role} token; name a token that text never holds")
+
+
+def batch_bytes(shape: DrafterShape, tokens: int, dtype: str, *, teacher: bool = False) -> int:
+    """Bytes of the tapped hidden states of `tokens` padded positions, with `teacher` also those of the last layer."""
+    return tokens * (len(shape.target_layer_ids) + teacher) * shape.hidden_size * DTYPE_BYTES[dtype]
+
+
+def needs_teacher(training: TrainingConfig) -> bool:
+    """Whether the loss compares with the target's distribution, so that targets run to their end."""
+    return training.loss.keys() != {"ce"}
+
+
+def check_ahead_bytes(config: Config, shape: DrafterShape) -> None:
+    """One credit gate feeds all replicas: fewer than N + 2 of the largest micro-batches could starve it."""
+    largest = batch_bytes(shape, config.training.tokens_per_batch, config.target.dtype, teacher=needs_teacher(config.training))
+    needed = (len(config.pipeline.targets) + 2) * largest
+    if config.pipeline.ahead_bytes < needed:
+        raise ValueError(
+            f"pipeline.ahead_bytes {config.pipeline.ahead_bytes} is below {needed}: {len(config.pipeline.targets)} replicas "
+            f"+ 2 micro-batches of {largest} bytes; raise it or lower training.tokens_per_batch"
+        )
+
+
+def devices_of_rank(pipeline: PipelineConfig, rank: int) -> PipelineConfig:
+    """The same with this rank's devices: rank 0 has those that are written, each further one as many CUDA devices later."""
+    cuda = {device for device in (*pipeline.targets, pipeline.drafter) if device.startswith("cuda")}
+
+    def later(device: str) -> str:
+        kind, _, number = device.partition(":")
+        return f"cuda:{int(number or 0) + rank * len(cuda)}" if kind == "cuda" and rank else device
+
+    return pipeline.model_copy(update={"targets": tuple(map(later, pipeline.targets)), "drafter": later(pipeline.drafter)})
+
+
+def loss_gamma(config: Config) -> float:
+    """The decay constant this run trains with; infinite, so that all slots weigh the same, where others weigh or none does."""
+    if config.training.loss_weights != "decay":
+        return math.inf
+    return config.training.loss_decay_gamma or paper_gamma(config.drafter.block_size)
+
+
+def total_steps(training: TrainingConfig, micro_batches: int) -> int:
+    """Optimizer steps of a run with so many micro-batches over all epochs; the last may hold fewer than `accumulate`."""
+    by_data = math.ceil(micro_batches / training.accumulate)
+    return min(by_data, training.max_steps or by_data)

@@ -1,0 +1,101 @@
+"""Targets of other families, tiny and random: tapped by structure, and read alike whatever stands beside a row."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from dflash_core.modeling.target import TapReplica, load_ends, padding_error, read_facts
+from dflash_core.records import Batch, PlannedBatch
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LINEAR = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 5e4}
+THETAS = {"gemma3": 1e6, "gpt_oss": 5e4}  # the others: 1e4
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama, tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, **SLIDING, num_local_experts=4, num_experts_per_tok=2, rope_parameters=PLAIN
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **SLIDING, query_pre_attn_scalar=8),
+    "qwen3_5": lambda: transformers.Qwen3_5Config(text_config={**SIZES, **LINEAR}),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(**SIZES, **LINEAR, **EXPERTS, shared_expert_intermediate_size=16),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    """(name, directory, the whole model); norms weigh 3, so that states before and after one cannot be confused."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param]()).eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data.fill_(3.0)
+    directory = tmp_path_factory.mktemp("family")
+    model.save_pretrained(directory)
+    return request.param, directory, model
+
+
+def batch(ids: torch.Tensor) -> Batch:
+    rows, length = ids.shape
+    return Batch(
+        plan=PlannedBatch(number=0, epoch=0, rows=tuple(range(rows)), credit=0),
+        input_ids=ids,
+        loss_mask=torch.ones_like(ids, dtype=torch.uint8),
+        lengths=torch.full((rows,), length, dtype=torch.int32),
+    )
+
+
+def test_every_layer_of_the_cut_model_equals_the_whole_one(family: tuple[str, Path, Any]) -> None:
+    _, directory, model = family
+    ids = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    with torch.no_grad():
+        whole = model(input_ids=ids.long(), output_hidden_states=True).hidden_states
+    attention = model.config._attn_implementation
+    for layer in range(3):  # the last one's output stands after the final norm in `whole`
+        cut = TapReplica(str(directory), layer_ids=(layer,), dtype="float32", device="cpu", attention=attention)
+        assert torch.equal(cut.tap(batch(ids)).target_hidden, whole[layer + 1]), layer
+
+
+def test_padding_is_not_felt(family: tuple[str, Path, Any]) -> None:
+    _, directory, model = family
+    attention = model.config._attn_implementation
+    replica = TapReplica(str(directory), layer_ids=(0, 2), dtype="float32", device="cpu", attention=attention)
+    assert padding_error(replica, row=8, longest=20, vocab_size=64) < 1e-5
+
+
+def test_facts_and_ends_are_the_models_own(family: tuple[str, Path, Any]) -> None:
+    name, directory, model = family
+    facts = read_facts(str(directory))
+    assert (facts.num_layers, facts.hidden_size, facts.num_heads, facts.head_dim, facts.vocab_size) == (4, 32, 4, 8, 64)
+    assert facts.rope_theta == THETAS.get(name, 1e4)
+    ends = load_ends(str(directory), dtype="float32", device="cpu", attention=model.config._attn_implementation)
+    ids = torch.arange(64)
+    states = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        assert torch.equal(ends.embed(ids), model.get_input_embeddings()(ids))
+        assert torch.equal(ends.head(states), model.get_output_embeddings()(states))
