@@ -34,10 +34,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 test: lint
-	$(PYTEST) -m "not slow and not serving and not gpu" --numprocesses 2 --dist loadfile
+	$(PYTEST) -m "not slow and not serving and not gpu" --numprocesses 2 --dist loadfile --timeout 600
 
 test-slow: $(VENV)/.installed-dev
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --timeout 3600
 
 test-serving: $(VENV)/.installed-dev
 	$(PYTEST) -m serving

@@ -173,6 +173,26 @@ def test_training_follows_the_numbers_whatever_replica_is_faster() -> None:
     assert (outcome.issued, outcome.consumed, outcome.stopped, outcome.saved) == (60, 60, False, True)
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_micro_batches_come_to_a_replica_in_the_order_in_which_they_were_read(replicas: int) -> None:
+    rng = random.Random(replicas)
+    naps = [rng.choice([0.0, 0.0, 0.0005, 0.002]) for _ in range(400)]
+    seen: list[list[int]] = [[] for _ in range(replicas)]
+
+    def replica(index: int) -> Callable[[Batch], TappedBatch]:
+        def work(batch: Batch) -> TappedBatch:
+            seen[index].append(batch.plan.number)
+            time.sleep(naps[batch.plan.number])
+            return tap(batch)
+
+        return work
+
+    Bench(planned(400), FakeTrainer(), taps=tuple(map(replica, range(replicas)))).run(replace(LIMITS, readers=1))
+    assert sorted(itertools.chain(*seen)) == list(range(400))
+    for numbers in seen:
+        assert numbers == sorted(numbers)
+
+
 def test_a_resumed_plan_starts_in_the_middle() -> None:
     trainer = FakeTrainer(first=17)
     Bench(planned(30, first=17), trainer, first=17).run()
@@ -474,12 +494,12 @@ def test_a_stop_request_reaches_a_trainer_that_waits_for_a_slow_target() -> None
     trainer = FakeTrainer()
     bench = Bench(planned(None), trainer, taps=(slow_tap,))
     start = time.perf_counter()
-    outcome = bench.run(stop_after=0.3, within=5.0)
+    outcome = bench.run(replace(LIMITS, readers=1), stop_after=0.3, within=5.0)  # two could bring 4 before 3
     assert entered.is_set()
     assert time.perf_counter() - start < 1.4  # the call in flight ends, no further one begins
-    assert trainer.numbers in ([0, 1, 2], [0, 1, 2, 3])  # 3 may wait behind 4 at the target's door
+    assert trainer.numbers == [0, 1, 2, 3]
     assert (outcome.stopped, outcome.saved) == (True, True)
-    assert bench.saved[-1].step == len(trainer.numbers)
+    assert bench.saved[-1].step == 4
 
 
 def test_a_save_that_was_measured_too_slow_is_left_out() -> None:
@@ -527,18 +547,24 @@ def test_a_save_in_flight_ends_first_when_it_fits_the_deadline() -> None:
 
 
 def test_a_state_that_is_on_disk_already_is_not_saved_twice() -> None:
-    reached = threading.Event()
+    saved, reached = threading.Event(), threading.Event()
 
     def slow_tap(batch: Batch) -> TappedBatch:
         if batch.plan.number == 2:
-            while not bench.saved:
-                time.sleep(0.005)
+            assert saved.wait(5), "micro-batch 1 waits behind this one"
             reached.set()
             time.sleep(0.3)
         return tap(batch)
 
     bench = Bench(planned(None), FakeTrainer(), taps=(slow_tap,))
-    outcome = bench.run(replace(LIMITS, checkpoint_every=2), stop_when=reached, within=10.0)
+
+    def save(state: TrainState) -> None:
+        bench.saved.append(state)
+        saved.set()
+
+    bench.work = replace(bench.work, save=save)
+    limits = replace(LIMITS, checkpoint_every=2, readers=1)  # two could bring 2 before 1
+    outcome = bench.run(limits, stop_when=reached, within=10.0)
     assert (outcome.stopped, outcome.saved) == (True, True)
     assert [state.step for state in bench.saved] == [2]
 
