@@ -27,7 +27,8 @@ from prefect.futures import PrefectFuture, as_completed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect.utilities.annotations import unmapped
 
-from dflash_core.config import Config, DataConfig
+from dflash_core.config import Config
+from dflash_core.data_config import DataConfig
 from dflash_core.records import Manifest
 from dflash_core.rundir import RunDirectory
 from flows import console

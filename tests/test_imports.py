@@ -10,15 +10,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("dflash_core", "flows")
 EDGE_LIBRARIES = {"prefect", "mlflow", "pydantic_settings"}
 
-BASE = {"config", "errors", "files", "records", "sizes"}
+BASE = {"config", "data_config", "errors", "files", "records", "sizes"}
 ROOMS = BASE | {"data", "modeling"}
 PIPELINE = {
     f"dflash_core.training.{name}" for name in ("pipeline", "stages", "endings", "work", "gate", "lane", "replicas", "halves")
 }
 MAY_IMPORT = {
     "records": set(),
-    "config": {"records"},
-    "sizes": {"config", "records"},
+    "data_config": set(),
+    "config": {"data_config", "records"},
+    "sizes": {"config", "data_config", "records"},
     "files": set(),
     "errors": set(),
     "rundir": BASE,

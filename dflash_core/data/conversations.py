@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import DataConfig, SourceConfig
 from dflash_core.data import shapes
 from dflash_core.data.shapes import KNOWN_ROLES, Unusable
 from dflash_core.data.sources import RawRow, locate, read_rows
+from dflash_core.data_config import DataConfig, SourceConfig
 from dflash_core.files import written_beside
 from dflash_core.records import Conversation
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import EvaluationConfig, PromptSetConfig, SourceConfig
+from dflash_core.config import EvaluationConfig, PromptSetConfig
 from dflash_core.data.sources import RawRow, locate, read_rows
+from dflash_core.data_config import SourceConfig
 
 Messages = list[dict[str, Any]]
 

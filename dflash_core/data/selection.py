@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_core.config import DataConfig, SourceConfig, fingerprint
+from dflash_core.config import fingerprint
 from dflash_core.data import duplicates
 from dflash_core.data.conversations import check_usable, from_line, write_part
 from dflash_core.data.duplicates import STEP, Hashes
 from dflash_core.data.sources import source_ingredients
 from dflash_core.data.survey import Survey, Working, survey_sources
+from dflash_core.data_config import DataConfig, SourceConfig
 from dflash_core.records import Conversation
 
 TRUNCATED, EXACT, OVERLAP, NEAR = "truncated answer", "exact duplicate", "overlaps an evaluation prompt", "near duplicate"

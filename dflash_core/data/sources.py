@@ -21,8 +21,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from dflash_core.config import SourceConfig
 from dflash_core.data.json_values import array_values, is_array, object_or_lines
+from dflash_core.data_config import SourceConfig
 from dflash_core.files import file_sha256
 
 Kind = Literal["lines", "json", "parquet", "arrow"]

@@ -18,12 +18,12 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_core.config import DataConfig
 from dflash_core.data import duplicates
 from dflash_core.data.conversations import Drops, cut_by_length, to_conversation, to_line
 from dflash_core.data.duplicates import Hashes
 from dflash_core.data.shapes import Unusable
 from dflash_core.data.sources import locate, read_rows
+from dflash_core.data_config import DataConfig
 from dflash_core.records import Conversation
 
 SAID_EVERY = 50_000  # rows

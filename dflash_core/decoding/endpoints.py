@@ -25,7 +25,7 @@ from typing import Any
 import anyio
 import httpx
 
-from dflash_core.config import RegenerationConfig
+from dflash_core.data_config import RegenerationConfig
 from dflash_core.decoding.turns import Answer, Request, Unanswered
 
 LOG = logging.getLogger(__name__)

@@ -18,9 +18,10 @@ from typing import Any
 import anyio
 from anyio import to_thread
 
-from dflash_core.config import Config, SourceConfig
+from dflash_core.config import Config
 from dflash_core.data.conversations import read_conversations
 from dflash_core.data.sources import locate
+from dflash_core.data_config import SourceConfig
 from dflash_core.decoding.answered import AnsweredRows, key_of
 from dflash_core.decoding.drive import Progress, Waiting, by_endpoints, in_process
 from dflash_core.decoding.endpoints import api_key

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dflash_core.config import DataConfig
 from dflash_core.data.conversations import read_conversations, read_part, write_part
+from dflash_core.data_config import DataConfig
 from dflash_core.records import Conversation
 from tests.fakes import chats, write_jsonl
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dflash_core.config import DataConfig
 from dflash_core.data.conversations import read_part
 from dflash_core.data.selection import BY_CHOICE, Selection, ingredients, report_lines, select
+from dflash_core.data_config import DataConfig
 from dflash_core.records import Conversation
 from tests.fakes import chats, write_jsonl
 

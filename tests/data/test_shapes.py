@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dflash_core.config import DataConfig
 from dflash_core.data.conversations import read_conversations
 from dflash_core.data.shapes import Unusable, fields, row_shape, tools, without_nulls
+from dflash_core.data_config import DataConfig
 from dflash_core.records import Conversation
 from tests.fakes import write_jsonl
 

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dflash_core.config import SourceConfig
 from dflash_core.data.shapes import without_nulls
 from dflash_core.data.sources import RawRow, choose_splits, locate, read_rows, source_ingredients
+from dflash_core.data_config import SourceConfig
 from tests.fakes import chats, write_jsonl
 
 ROWS = chats(600)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dflash_core.config import DataConfig
 from dflash_core.data.chat import open_chat
 from dflash_core.data.conversations import read_conversations, write_part
 from dflash_core.data.shards import read_stream
@@ -23,6 +22,7 @@ from dflash_core.data.tokenization import (
     tokenize_part,
     tokenizer_files,
 )
+from dflash_core.data_config import DataConfig
 from dflash_core.records import Conversation, TokenRow
 from tests.data.test_chat import STOP, supervised
 from tests.fakes import VOCAB, chats, make_tokenizer, save_target, write_jsonl

@@ -18,8 +18,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash_core.config import Config, DataConfig
+from dflash_core.config import Config
 from dflash_core.data.conversations import read_conversations
+from dflash_core.data_config import DataConfig
 from dflash_core.decoding import regenerate as regeneration
 from dflash_core.decoding.drive import Progress
 from dflash_core.decoding.endpoints import OutOfService
