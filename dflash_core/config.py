@@ -129,6 +129,10 @@ class PipelineConfig(Section):
         1800.0,
         description="The same until the first micro-batch is trained (compiling, cold shards) and while a replica is loaded anew.",
     )
+    evaluation_s: PositiveFloat = Field(
+        14400.0,
+        description="The processes that decode with the exported drafter may take so long; then they are ended: an error.",
+    )
     rebuilds: Annotated[int, Field(ge=0)] = Field(
         3,
         description="Failures of target replicas in a process that are survived: another gets the micro-batch, the failed is loaded anew.",

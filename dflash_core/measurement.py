@@ -122,7 +122,10 @@ def lineage(config: Config, run: RunDirectory, judgement: Judgement) -> dict[str
 async def measure_export(
     config: Config, run: RunDirectory, stop: anyio.Event, *, champion: Path | None = None
 ) -> Measurements | None:
-    """Every request of the evaluation, decoded by `evaluation.processes` fresh processes; None when a stop request came first."""
+    """Every request of the evaluation, decoded by `evaluation.processes` fresh processes; None when a stop request came first.
+
+    Raises RuntimeError where a process fails, TimeoutError after `pipeline.evaluation_s`.
+    """
     commands = []
     for part in range(config.evaluation.processes):
         job = EvaluationJob(
@@ -140,13 +143,17 @@ async def measure_export(
         job_file = run.root / f"evaluation-job-{part}.json"
         write_json(job_file, job.as_dict())
         commands.append([sys.executable, "-m", "dflash_core.decoding.evaluate", str(job_file)])
-    printed = await _run_children(commands, stop)
+    printed = await run_side_by_side(commands, stop, seconds=config.pipeline.evaluation_s)
     return None if printed is None else read_measured(printed)
 
 
-async def _run_children(commands: list[list[str]], stop: anyio.Event) -> list[str] | None:
-    """Standard output of each process, run side by side; None (and all killed) when `stop` is set. Raises RuntimeError on failure."""
+async def run_side_by_side(commands: list[list[str]], stop: anyio.Event, *, seconds: float) -> list[str] | None:
+    """Standard output of each process, None (and all killed) when `stop` is set.
+
+    Raises RuntimeError with the last of its errors where one fails, TimeoutError after `seconds`; all others are killed first.
+    """
     done: dict[int, subprocess.CompletedProcess[bytes]] = {}
+    late = False
     async with anyio.create_task_group() as group:
 
         async def cancel_on_stop() -> None:
@@ -158,9 +165,21 @@ async def _run_children(commands: list[list[str]], stop: anyio.Event) -> list[st
             if len(done) == len(commands) or done[number].returncode != 0:
                 group.cancel_scope.cancel()
 
+        async def cancel_when_late() -> None:
+            nonlocal late
+            await anyio.sleep(seconds)
+            late = True
+            group.cancel_scope.cancel()
+
         group.start_soon(cancel_on_stop)
+        group.start_soon(cancel_when_late)
         for number in range(len(commands)):
             group.start_soon(run_one, number)
+    if late and len(done) < len(commands):
+        raise TimeoutError(
+            f"the evaluation took more than {seconds:g} s (pipeline.evaluation_s) and was ended; the export is there: raise the limit, "
+            "or ask less (evaluation.num_prompts, max_new_tokens) or more side by side (evaluation.processes, batch_size)"
+        )
     for number, result in done.items():
         if result.returncode != 0:
             command, reason = " ".join(commands[number]), result.stderr.decode()[-4000:]

@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from dflash_core import assembly, preparation
 from dflash_core.config import Config
 from dflash_core.files import file_sha256
-from dflash_core.records import StepMetrics, TrainResult
+from dflash_core.records import StepMetrics, TrainResult, TrainState
 from dflash_core.rundir import RunDirectory, open_run
 from dflash_core.training.checkpoint import latest
 from tests.fakes import make_config
@@ -154,6 +155,32 @@ def test_a_finished_training_run_again_changes_nothing(bench: Any, straight: tup
     assert (result.step, result.stopped, result.saved) == (STEPS, False, True)
     assert result.ledger["applied"] == 0
     assert {path: path.stat().st_mtime_ns for path in run.checkpoints.rglob("*")} == before
+    check_equal(run, straight[0])
+
+
+def test_a_state_is_of_its_step_though_it_is_written_while_20_more_are_trained(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, straight: tuple[RunDirectory, TrainResult]
+) -> None:
+    kept_config, kept = bench("kept", keep_checkpoints=10)
+    train(kept_config, kept)
+    config, run = bench("slow-writer", keep_checkpoints=10)
+    reached, save = threading.Event(), assembly.save_checkpoint
+
+    def slow_save(directory: Path, state: TrainState, **keywords: Any) -> Path:
+        assert state.step != 5 or reached.wait(60)
+        return save(directory, state, **keywords)
+
+    def on_step(metrics: StepMetrics, total: int) -> None:
+        if metrics.step == 25:
+            reached.set()
+
+    monkeypatch.setattr(assembly, "save_checkpoint", slow_save)
+    result = anyio.run(assembly.train, config, run, anyio.Event(), on_step)
+    assert {path.name for path in run.checkpoints.iterdir()} <= {"step-00000005", "step-00000025", "step-00000030"}
+    assert result.pipeline["saves_left_out"] >= 3, "steps 10, 15 and 20 had come due meanwhile"
+    for path in run.checkpoints.iterdir():
+        for name in ("weights.safetensors", "moments.safetensors", "state.json"):
+            assert file_sha256(path / name) == file_sha256(kept.checkpoints / path.name / name), (path.name, name)
     check_equal(run, straight[0])
 
 
