@@ -31,7 +31,7 @@ DONE, BAD_INPUT, STOPPED, INTERRUPTED = 0, 2, 3, 130  # exit codes
 ENVIRONMENT_DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "60",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
     "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL",  # else the temporary server's end prints its cancelled tasks
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the console is ours; the run's log in Prefect stays whole
     "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,dflash_core",

@@ -69,7 +69,7 @@ print(json.dumps({"training": drafter.training, "grad": any(p.requires_grad for 
 def test_opens_strictly_in_a_clean_process(export: Path, masters: dict[str, Tensor], tmp_path: Path) -> None:
     out = tmp_path / "seen.pt"
     command = [sys.executable, "-c", CHILD, str(export), str(out)]
-    child = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    child = subprocess.run(command, capture_output=True, text=True, check=True, timeout=400)
     assert json.loads(child.stdout) == {"training": False, "grad": False}
     seen = torch.load(out)
     assert seen.keys() == masters.keys()

@@ -91,6 +91,23 @@ def test_what_stands_beside_a_row_changes_nothing(loud_target: Path) -> None:
     torch.testing.assert_close(tap(alone).target_hidden[0], padded, atol=1e-4, rtol=1e-4)
 
 
+def test_a_row_has_the_same_states_in_any_company(loud_target: Path) -> None:
+    """Eight rows of one prefix, which a mix-up of rows would hide behind: all at once, in threes, and alone, twice each."""
+    batch = random_batch([3, 5, 11, 17, 29, 41, 64, 97])
+    batch.input_ids[:, :3] = batch.input_ids[0, :3]
+    rows = [batch.input_ids[i, :length].tolist() for i, length in enumerate(batch.lengths.tolist())]
+    tap = replica(loud_target, (1, 3)).tap
+    expected = [tap(make_batch([(row, [1] * len(row))])).target_hidden[0] for row in rows]
+    for size in (8, 3, 1):
+        for _ in range(2):
+            for first in range(0, 8, size):
+                part = rows[first : first + size]
+                found = tap(make_batch([(row, [1] * len(row)) for row in part])).target_hidden
+                for i, row in enumerate(part):
+                    torch.testing.assert_close(found[i, : len(row)], expected[first + i], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(expected[6][3:5], expected[7][3:5], atol=1e-2), "the rows themselves differ"
+
+
 def test_four_replicas_at_once_equal_one_after_the_other(loud_target: Path) -> None:
     replicas = [replica(loud_target, (1, 3)) for _ in range(4)]
     batches = [random_batch([5 + i % 7, 24], seed=i) for i in range(24)]

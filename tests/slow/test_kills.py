@@ -46,7 +46,7 @@ def wait_for(found: Callable[[], bool], child: subprocess.Popen[str], *, seconds
     """Until `found()`, the end of the child, or so many seconds."""
     deadline = time.perf_counter() + seconds
     while not found() and child.poll() is None and time.perf_counter() < deadline:
-        pass
+        time.sleep(0.001)
 
 
 def killed(file: Path, run: RunDirectory, *, steps: int, seconds: float, in_save: bool) -> bool:

@@ -2,7 +2,9 @@
 
 import json
 import random
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -28,7 +30,7 @@ STEPS = 30
 def bench(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Any:
     """`bench(name, **pipeline)`: a config of 30 steps of three micro-batches, and its run directory with the shards in it."""
     root = tmp_path_factory.mktemp("exact")
-    training = {"epochs": 40, "max_steps": STEPS, "accumulate": 3, "checkpoint_every": 5, "tokens_per_batch": 256}
+    training = {"epochs": 40, "max_steps": STEPS, "accumulate": 3, "warmup": 0.5, "checkpoint_every": 5, "tokens_per_batch": 256}
 
     def make(name: str, **pipeline: Any) -> tuple[Config, RunDirectory]:
         config = make_config(root, target_dir, name=name, seed=11, training=training, pipeline=pipeline)
@@ -206,8 +208,32 @@ def test_kill_and_restart_do_not_matter(bench: Any, straight: tuple[RunDirectory
     found = state(run)["step"]
     print(f"killed; newest checkpoint: step {found}")
     assert 5 <= found < STEPS
-    again = subprocess.run([*command, "0"], capture_output=True, text=True, check=True, timeout=120)
+    again = subprocess.run([*command, "0"], capture_output=True, text=True, check=True, timeout=400)
     assert again.stdout.splitlines() == [f"step {step}" for step in range(found + 1, STEPS + 1)]
+    check_equal(run, straight[0])
+
+
+def test_a_save_without_room_fails_the_run_and_leaves_the_last_checkpoint(
+    bench: Any, straight: tuple[RunDirectory, TrainResult], tmp_path: Path
+) -> None:
+    """Files that may grow to half the weights: the process hears it as it hears a full disk, as an OSError of its write."""
+    config, run = bench("no-room")
+    train(config, run, stop_at=6)
+    path = latest(run.checkpoints)
+    assert path is not None
+    most = (path / "weights.safetensors").stat().st_size // 2
+    config_file = tmp_path / "config.json"
+    config_file.write_text(config.model_dump_json())
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.training.train_child", str(config_file), "0"],
+        capture_output=True, text=True, timeout=400, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
+    )  # fmt: skip
+    assert ended.returncode not in (0, -signal.SIGXFSZ)
+    assert "File too large" in ended.stderr
+    assert latest(run.checkpoints) == path
+    last = train(config, run)
+    assert not list(run.checkpoints.glob(".step*"))
+    assert (last.step, last.saved) == (STEPS, True)
     check_equal(run, straight[0])
 
 

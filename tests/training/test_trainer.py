@@ -224,6 +224,22 @@ def test_bad_taps_skip_their_micro_batch_alone(build: Any, value: float) -> None
     assert mixed.counters["skipped: target produced non-finite hidden states"] == 1
 
 
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+def test_a_window_in_which_every_micro_batch_is_bad_is_no_step_but_counts_as_one(build: Any, autocast: str) -> None:
+    trainer = build(accumulate=2, autocast=autocast)
+    trainer.train(tapped([row(9)]))
+    trainer.train(tapped([row(11)], number=1, first_row=1))
+    before = trainer.snapshot()
+    trainer.train(spoilt(tapped([row(15)], number=2, first_row=2)))
+    metrics = trainer.train(spoilt(tapped([row(15), row(8)], number=3, first_row=3)))
+    assert (metrics.step, metrics.applied, metrics.rows, metrics.weight_sum) == (2, False, 0, 0.0)
+    assert equal(weights(trainer), before.weights)
+    assert equal(trainer.snapshot().moments, before.moments)
+    assert trainer.counters["steps not applied"] == 1
+    assert trainer.train(tapped([row(9)], number=4)) is None
+    assert trainer.train(tapped([row(9)], number=5)).applied
+
+
 def test_a_micro_batch_without_anchors_changes_nothing(build: Any) -> None:
     good, mixed = build(accumulate=1), build(accumulate=2)
     good.train(tapped([row(9)]))
