@@ -2,7 +2,7 @@
 
     check    config against the target, before anything heavy           -> DrafterShape
     prepare  conversations -> token rows -> shards/                      -> Manifest     (preparation.py)
-    train    shards -> pipeline -> checkpoints/, metrics.jsonl           -> TrainResult
+    train    shards -> pipeline -> checkpoints/, metrics.jsonl           -> TrainResult    (evaluations.jsonl: watching.py)
     export   newest checkpoint -> export/                                -> path
     evaluate export, decoded in fresh processes                          -> AcceptanceReport    (measurement.py)
     report   everything above -> report.json, report.md
@@ -54,7 +54,8 @@ from dflash_core.training.pipeline import run_pipeline
 from dflash_core.training.timeline import write_timeline
 from dflash_core.training.trainer import Trainer
 from dflash_core.training.transfer import Carrier
-from dflash_core.training.work import STAGES, Limits, Outcome, Work
+from dflash_core.training.work import FULL, STAGES, Limits, Outcome, Work
+from dflash_core.watching import Watch
 
 LOG = logging.getLogger(__name__)
 NOTHING = torch.zeros(0)  # hidden states of a micro-batch without rows
@@ -130,8 +131,10 @@ async def _train_on(
     depends_on = {"config_fingerprint": config_fingerprint(config), "data_fingerprint": dataset.manifest().fingerprint}
     departures = _resume(trainer, run, depends_on, gang.size)
     first = trainer.position
-    targets = _Targets(config, shape)
+    watched = config.during_training.eval_every is not None and gang.rank == 0
+    targets = _Targets(config, shape, full=watched)
     check_padding(targets.replicas[0], config.training, max_length=config.data.max_length, vocab_size=shape.vocab_size)
+    watch = Watch(config, run, shape, facts, full=lambda: targets.replicas[FULL]) if watched else None
     lap("model")
     cuda = any(device.startswith("cuda") for device in config.pipeline.targets)
     pool = BufferPool(tokens=config.training.tokens_per_batch, pinned=cuda)
@@ -147,7 +150,8 @@ async def _train_on(
     def save(state: TrainState) -> None:
         if gang.rank == 0:
             save_checkpoint(run.checkpoints, state, depends_on=depends_on, ranks=gang.size)
-            prune(run.checkpoints, keep=config.pipeline.keep_checkpoints)
+            real = watch.real if watch else None
+            prune(run.checkpoints, keep=config.pipeline.keep_checkpoints, real=real, evaluating=outcome.evaluating)
 
     batches = plan(
         layout,
@@ -168,6 +172,7 @@ async def _train_on(
         trainer=trainer,
         log=log,
         save=save,
+        **_evaluations(watch, trainer.step),
     )
     try:
         await run_pipeline(work, _limits(config, gang), observation, stop, outcome)
@@ -182,6 +187,7 @@ async def _train_on(
     pipeline = {**observation.summary(), "lost_at_restart": lost, **_saves_and_failures(outcome)}
     ledger = _ledger(trainer, outcome)
     result = _result(config, own, trainer, outcome, observation, lap.seconds, pipeline, ledger, departures)
+    result = dataclasses.replace(result, evaluation=watch.summary(outcome) if watch else None)
     write_json(own.training, dataclasses.asdict(result))
     return result
 
@@ -189,9 +195,10 @@ async def _train_on(
 class _Targets:
     """The target replicas of this rank by number, and the way of their hidden states to the drafter's device."""
 
-    def __init__(self, config: Config, shape: DrafterShape) -> None:
-        self._config, self._shape = config, shape
-        self.replicas = {number: _replica(config, shape, device) for number, device in enumerate(config.pipeline.targets)}
+    def __init__(self, config: Config, shape: DrafterShape, *, full: bool) -> None:
+        """`full`: the first one holds the whole target."""
+        self._config, self._shape, self._full = config, shape, full
+        self.replicas = {number: self._load(number) for number in range(len(config.pipeline.targets))}
         self._carriers = [Carrier(device, config.pipeline.drafter) for device in config.pipeline.targets]
 
     def tap(self, number: int, batch: Batch) -> TappedBatch:
@@ -203,14 +210,35 @@ class _Targets:
     def rebuild(self, number: int) -> None:
         """Loads replica `number` anew."""
         self.replicas.pop(number, None)  # the new one needs its room
-        self.replicas[number] = _replica(self._config, self._shape, self._config.pipeline.targets[number])
+        self.replicas[number] = self._load(number)
+
+    def _load(self, number: int) -> TapReplica:
+        config, device = self._config, self._config.pipeline.targets[number]
+        return TapReplica(
+            config.target.path,
+            layer_ids=self._shape.target_layer_ids,
+            dtype=config.target.dtype,
+            device=device,
+            attention=config.target.attention,
+            packed=config.training.batching == "packed",
+            teacher=needs_teacher(config.training),
+            full=self._full and number == FULL,
+        )
+
+
+def _evaluations(watch: Watch | None, step: int) -> dict[str, Any]:
+    """The parts of Work that evaluate snapshots of a run that stands at `step`; none where evaluation is off."""
+    return {"evaluate": watch.evaluate, "evaluated": watch.real.keys(), "late": watch.late(step)} if watch else {}
 
 
 def _limits(config: Config, gang: Gang) -> Limits:
+    every = config.during_training.eval_every
     return Limits(
         readers=config.pipeline.readers,
         ahead_bytes=config.pipeline.ahead_bytes,
         checkpoint_every=config.training.checkpoint_every if gang.rank == 0 else sys.maxsize,
+        evaluate_every=every if every and gang.rank == 0 else sys.maxsize,
+        evaluate_s=config.during_training.limit_s if every else 0.0,
         stop_deadline_s=config.pipeline.stop_deadline_s,
         stall_s=config.pipeline.stall_s,
         first_batch_s=config.pipeline.first_batch_s,
@@ -248,18 +276,6 @@ def _trainer(config: Config, shape: DrafterShape, steps: int, gang: Gang) -> Tra
     device = config.pipeline.drafter
     ends = load_ends(config.target.path, dtype="float32", device=device, attention=config.target.attention)
     return Trainer(new_drafter(shape, config.seed), ends, config, total_steps=steps, device=device, gang=gang)
-
-
-def _replica(config: Config, shape: DrafterShape, device: str) -> TapReplica:
-    return TapReplica(
-        config.target.path,
-        layer_ids=shape.target_layer_ids,
-        dtype=config.target.dtype,
-        device=device,
-        attention=config.target.attention,
-        packed=config.training.batching == "packed",
-        teacher=needs_teacher(config.training),
-    )
 
 
 def _resume(trainer: Trainer, run: RunDirectory, depends_on: dict[str, Any], ranks: int) -> tuple[str, ...]:

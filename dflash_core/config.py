@@ -121,7 +121,8 @@ class PipelineConfig(Section):
     cache_bytes: Count = Field(500 * 10**9, description="Most bytes of shards from S3 in places.cache.")
     cache_evict: bool = Field(True, description="Shards least recently used leave a full cache; false: that is an error.")
     keep_checkpoints: Count = Field(
-        3, description="Newest checkpoints that stay; the best one, by simulated acceptance, stays too."
+        3,
+        description="Newest checkpoints that stay; the best one, by real acceptance where during_training measured it, else by simulated, stays too.",
     )
     stop_deadline_s: PositiveFloat = Field(20.0, description="A stop request saves if the measured save time fits.")
     stall_s: PositiveFloat = Field(600.0, description="No micro-batch for so long: all stacks are printed, the run fails.")
@@ -191,6 +192,26 @@ class EvaluationConfig(Section):
         return self
 
 
+class DuringTrainingConfig(Section):
+    """Acceptance of the drafter while it is trained, simulated and real; the weights do not depend on it."""
+
+    eval_every: Count | None = Field(
+        None,
+        description="Optimizer steps between evaluations, each of which is a checkpoint, too; None: none. The first target replica then "
+        "holds all layers and the head, and decodes between two micro-batches with a copy of the drafter.",
+    )
+    num_prompts: Count = Field(
+        8, description="Of all prompt sets together, drawn by evaluation.seed; their first turns are decoded."
+    )
+    max_new_tokens: Count = Field(128, description="Of each prompt, at most.")
+    num_rows: Count = Field(
+        64, description="First rows of the validation split, for simulated acceptance; without a split: the texts just decoded."
+    )
+    limit_s: PositiveFloat = Field(
+        300.0, description="An evaluation that takes longer is given up and counted; pipeline.stall_s is so much longer."
+    )
+
+
 class PromotionConfig(Section):
     """Which drafter is in use, and what another must do to replace it; decided after the run, so no part of the experiment."""
 
@@ -222,6 +243,7 @@ class Config(Section):
     training: TrainingConfig = TrainingConfig()
     pipeline: PipelineConfig = PipelineConfig()
     evaluation: EvaluationConfig
+    during_training: DuringTrainingConfig = DuringTrainingConfig()
     regeneration: RegenerationConfig = RegenerationConfig()
     promotion: PromotionConfig = PromotionConfig()
     places: Places = Places()
@@ -249,12 +271,14 @@ class Config(Section):
 def experiment(config: Config) -> dict[str, Any]:
     """What decides the result: not the name, not `places`, and not who does the work, on which the weights do not depend.
 
-    Nor `regeneration`: it makes a file of data, whose content is in the data's own fingerprint. Nor `promotion`, which comes after.
+    Nor `regeneration`: it makes a file of data, whose content is in the data's own fingerprint. Nor `during_training`, which only
+    looks on. Nor `promotion`, which comes after.
     """
     exclude: Any = {
         "places": True,
         "name": True,
         "pipeline": True,
+        "during_training": True,
         "regeneration": True,
         "promotion": True,
         "data": PREPARATION_WORK,

@@ -198,6 +198,20 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What a snapshot of the drafter accepted while training went on; a line of evaluations.jsonl."""
+
+    step: int
+    prompts: int  # decoded
+    rounds: int  # of verifying
+    acceptance_length: float  # by real decoding, the bonus token included; 0 without a round
+    simulated_acceptance_length: float  # teacher-forced, as training counts; 0 without a block
+    simulated_on: str  # "validation", or "decoded texts" where the run has no validation split
+    blocks: int  # of the simulated value
+    seconds: float  # for which the full replica was borrowed
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """One request, decoded in several ways by one process."""
 
@@ -340,3 +354,4 @@ class TrainResult:
     pipeline: dict[str, Any]  # rates, depths, failures, saves, what a restart lost: Observation.summary and more
     ledger: dict[str, Any]  # micro-batches: issued = applied + skipped + returned
     departures: tuple[str, ...]  # what keeps this run from being bit-identical to an uninterrupted one
+    evaluation: dict[str, Any] | None = None  # during training: training.evaluations.summary; None: it was off

@@ -1,7 +1,7 @@
 """The directory of one run, and what running the same config again means.
 
     runs/<name>/  run.json  shards/  validation/  data.png  preview.html  checkpoints/step-00000123/  export/
-                  metrics.jsonl  timeline.json  timeline.png  training.json  report.json  report.md
+                  metrics.jsonl  evaluations.jsonl  timeline.json  timeline.png  training.json  report.json  report.md
                   acceptance.png  training.png
 
 new: nothing is there.  resume: the same experiment, not finished.  finished: report.json is there.  The same name with another
@@ -68,6 +68,10 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations.jsonl"
 
     @property
     def timeline(self) -> Path:

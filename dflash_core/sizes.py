@@ -10,6 +10,7 @@ from dflash_core.config import Config, PipelineConfig, TrainingConfig
 from dflash_core.records import DrafterShape, TargetFacts
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+EVALUATED_BLOCKS = 64  # of a validation row, at most: their logits exist together while a snapshot is evaluated
 
 # Loss decay of the DFlash paper (appendix A.1) by block size; other sizes take the nearest listed one.
 PAPER_GAMMA = {7: 4.0, 8: 4.0, 10: 5.0, 16: 7.0}

@@ -101,6 +101,7 @@ SAME = [
     {"pipeline": {"readers": 3}},
     {"pipeline": {"targets": ["cpu", "cpu"]}},
     {"regeneration": {"temperature": 0.5}},
+    {"during_training": {"eval_every": 100}},
 ]
 
 OTHER = [

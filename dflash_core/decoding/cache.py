@@ -21,8 +21,8 @@ FULL, WINDOWED = "full_attention", {"sliding_attention", "chunked_attention"}
 class DecodingTarget:
     """The whole target with a key-value cache, tapped."""
 
-    def __init__(self, model: Any, layer_ids: Sequence[int], *, device: str) -> None:
-        """Raises ValueError for a target whose state cannot be taken back, such as one with linear attention layers."""
+    def __init__(self, model: Any, layer_ids: Sequence[int], *, device: str, taps: Taps | None = None) -> None:
+        """`taps`: those that the model has already. Raises ValueError for a target that cannot be decoded here."""
         self.model, self.device = model, device
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [FULL])
         if unknown := kinds - WINDOWED - {FULL}:
@@ -31,7 +31,7 @@ class DecodingTarget:
                 "rejected draft, so this target can be trained for but not decoded here; measure it on a server (--endpoint)"
             )
         self.windowed = bool(kinds & WINDOWED)
-        self._taps = Taps(decoder_of(model), layer_ids)
+        self._taps = taps or Taps(decoder_of(model), layer_ids)
 
     def start(self, rows: int) -> None:
         """Empties the cache, for a batch of `rows` requests. Raises ValueError for a batch of a target with windows."""

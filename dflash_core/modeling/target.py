@@ -10,7 +10,8 @@ Hooks, not `output_hidden_states`: on a model cut after its last tap, transforme
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,11 @@ class Taps:
 
 
 class TapReplica:
-    """One target replica on one device: no head, no layer after the last tap.
+    """One target replica on one device: no head, no layer after the last tap, but in a full one.
 
     `packed`: a batch is read as one row of documents without padding, each seeing itself only.
     `teacher`: all layers stay, and the state after the final norm, from which the head makes the target's distribution, is kept.
+    `full`: head and later layers stay in memory for `whole`; tapping does not run them.
     """
 
     def __init__(
@@ -138,13 +140,27 @@ class TapReplica:
         attention: str,
         packed: bool = False,
         teacher: bool = False,
+        full: bool = False,
     ) -> None:
         self.path, self.dtype, self.device, self.packed, self._teacher = path, dtype, device, packed, teacher
-        decoder = decoder_of(load_model(path, dtype=dtype, device=device, attention=attention))
+        model = load_model(path, dtype=dtype, device=device, attention=attention)
+        decoder = decoder_of(model)
+        self._whole = (model, decoder.layers) if full else None
         if not teacher:
             decoder.layers = decoder.layers[: max(layer_ids) + 1]
         self._decoder = decoder
         self._taps = Taps(decoder, layer_ids)
+
+    @contextmanager
+    def whole(self) -> Iterator[tuple[Any, Taps]]:
+        """The causal LM with all its layers and its head, and its taps, while the block lasts; nothing may be tapped meanwhile."""
+        assert self._whole is not None, "the replica was not loaded as a full one"
+        model, layers = self._whole
+        cut, self._decoder.layers = self._decoder.layers, layers
+        try:
+            yield model, self._taps
+        finally:
+            self._decoder.layers = cut
 
     def tap(self, batch: Batch) -> TappedBatch:
         """Hidden states of a right-padded batch. No mask: a causal model's real positions do not see the padding."""

@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,13 @@ def clean(directory: Path) -> None:
         shutil.rmtree(partial)
 
 
-def prune(directory: Path, *, keep: int) -> None:
-    """Removes all checkpoints but the last `keep` and the best: that of the highest `quality` among its counters."""
+def prune(directory: Path, *, keep: int, real: Mapping[int, float] | None = None, evaluating: int = -1) -> None:
+    """Removes all checkpoints but the last `keep`, the best, and that of step `evaluating`.
+
+    The best is the one of the highest real acceptance, `real[step]`; where none was measured, of the highest simulated one, which
+    is the `quality` among its counters.
+    """
+    measured = real or {}
     states = {path: path / STATE for path in sorted(directory.glob("step-*")) if STEP.match(path.name)}
     complete = [path for path, state in states.items() if state.is_file()]
 
@@ -78,12 +84,25 @@ def prune(directory: Path, *, keep: int) -> None:
     older = complete[:-keep]
     if not older:
         return
-    best = max(complete, key=lambda path: (quality(path), path.name))
+    judged = [path for path in complete if step_of(path) in measured]
+    values = {path: measured[step_of(path)] for path in judged} or {path: quality(path) for path in complete}
+    best = max(values, key=lambda path: (values[path], path.name))
     for path in older:
-        if path != best:
+        if path != best and step_of(path) != evaluating:
             beside = directory / f".{path.name}.partial"
             os.rename(path, beside)  # never half a checkpoint under its name
             shutil.rmtree(beside)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's directory."""
+    return int(path.name.removeprefix("step-"))
+
+
+def stored(directory: Path, step: int) -> Path | None:
+    """The complete checkpoint of a step."""
+    path = directory / f"step-{step:08d}"
+    return path if (path / STATE).is_file() else None
 
 
 def latest(directory: Path) -> Path | None:

@@ -36,6 +36,8 @@ async def watchdog(run: Run, leave_hard: threading.Timer) -> None:
     while True:
         early = run.outcome.consumed == 0 or run.replicas.loading > 0
         name, patience = ("first_batch_s", run.limits.first_batch_s) if early else ("stall_s", run.limits.stall_s)
+        if run.limits.evaluate_s:  # this rank, or the first one, may be evaluating
+            name, patience = f"{name} + during_training.limit_s", patience + run.limits.evaluate_s
         left = run.progress + patience - time.perf_counter()
         if left <= 0:
             break

@@ -1,7 +1,7 @@
 """The training pipeline: stages joined by bounded channels under one credit gate, in one task group.
 
     plan -> gate -> read x R -> tap x N -> order -> train -> metrics
-                                                         \\-> checkpoints
+                                                         \\-> checkpoints, evaluations
 
 stage        waits for                                      woken by
 plan, gate   credit for the next micro-batch, in order      train having consumed an earlier one
@@ -11,6 +11,7 @@ order        the next number, whatever replica was faster   tap
 train        the next tapped batch                          order
 metrics      a step                                         train
 checkpoints  a snapshot; one save in flight                 train
+evaluations  a snapshot, the full replica; one in flight    train, tap
 
 Endings: (1) the plan ends: ends close downstream, each stage drains; the last, shorter window is applied. (2) all steps are
 done: train leaves, ends close upstream, each stage stops at its next send; then a final save. (3) a stage raises: the group
@@ -67,6 +68,7 @@ async def _run_stages(run: Run, observation: Observation) -> None:
     send_ordered, ordered = create_memory_object_stream[TappedBatch](MOST_AHEAD)
     send_metrics, metrics = create_memory_object_stream[StepMetrics](MOST_AHEAD)
     send_state, states = create_memory_object_stream[TrainState](0)
+    send_snapshot, snapshots = create_memory_object_stream[TrainState](0)
     waiting = {"read": planned, "tap": read, "order": tapped, "train": ordered, "metrics": metrics}  # for which stage
     observation.gauges.update({name: partial(_depth, stream) for name, stream in waiting.items()})
     observation.gauges["credit"] = lambda: run.gate.held
@@ -83,9 +85,10 @@ async def _run_stages(run: Run, observation: Observation) -> None:
             for i in range(2 * len(run.work.taps)):
                 start(stages.tap, read.clone(), send_tapped.clone(), name=f"tap-{i}")
         start(stages.order, tapped, send_ordered, name="order")
-        start(stages.train, ordered, send_metrics, send_state, name="train")
+        start(stages.train, ordered, send_metrics, send_state, send_snapshot, name="train")
         start(stages.metrics, metrics, name="metrics")
         start(stages.checkpoints, states, name="checkpoints")
+        start(stages.evaluations, snapshots, name="evaluations")
 
 
 def _depth(stream: Receive[Any]) -> int:

@@ -3,6 +3,7 @@
     tap(batch) -- the replica asked for least --> TappedBatch
                   raises: the micro-batch, with its credit, goes to a replica that works; the failed one is loaded anew
                   out of memory: the micro-batch is tapped in two halves, once
+    borrow(replica, call) -- between two of its micro-batches --> what the call returns; the others tap meanwhile
 
 Each replica has a thread of its own, at whose door its next micro-batch waits while it works on one: there are two tasks a replica.
 A failure costs one of `rebuilds`; when none is left, or a micro-batch fails on a second replica, the first error comes out.
@@ -13,6 +14,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from anyio import Lock
 
@@ -21,6 +23,7 @@ from dflash_core.training.halves import give_memory_back, halves, joined, name_m
 from dflash_core.training.lane import Lane
 
 LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 Tap = Callable[[Batch], TappedBatch]
 
 
@@ -50,6 +53,7 @@ class Replicas:
         self._mending = [Lock() for _ in self._taps]
         self._tripped = [False for _ in self._taps]  # by the thread, before it takes the call at its door
         self._broken = [False for _ in self._taps]  # once the failure is counted
+        self._lent: int | None = None  # lent to somebody; micro-batches go to the others, where there are any
         self._idle_since = [time.perf_counter()] * len(self._taps)
 
     async def tap(self, batch: Batch) -> TappedBatch | None:
@@ -71,6 +75,33 @@ class Replicas:
                 failure = error
                 self._note(replica, batch, error)
         raise failure
+
+    async def borrow(self, replica: int, call: Callable[[], T]) -> T:
+        """`call()` in the replica's thread, so that nothing else uses it; one that has failed is loaded anew before."""
+        span: list[float] = []
+
+        def timed() -> T:
+            if self._tripped[replica]:
+                raise _Broken
+            span.append(time.perf_counter())
+            try:
+                return call()
+            finally:
+                span.append(time.perf_counter())
+
+        self._lent = replica
+        try:
+            while True:
+                await self._load(replica)
+                try:
+                    return await self._lanes[replica].run(timed)
+                except _Broken:
+                    continue
+        finally:
+            self._lent = None
+            if span:
+                self._measure("starved", self._idle_since[replica], span[0], worker=replica)
+                self._idle_since[replica] = span[1]
 
     async def mend(self) -> None:
         """Loads the replicas that have failed anew, but for those that another task is loading."""
@@ -109,7 +140,8 @@ class Replicas:
         """The working replica that is asked for least; where all have failed, the first, loaded anew."""
         while not (working := [i for i, broken in enumerate(self._broken) if not broken]):
             await self._load(0)
-        return min(working, key=lambda i: self._lanes[i].asked)
+        free = [i for i in working if i != self._lent]
+        return min(free or working, key=lambda i: self._lanes[i].asked)
 
     async def _call(self, replica: int, batch: Batch) -> TappedBatch | None:
         span: list[float] = []

@@ -8,6 +8,8 @@ import heapq
 import logging
 import math
 import time
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -17,7 +19,7 @@ from anyio.streams.memory import MemoryObjectSendStream as Send
 
 from dflash_core.records import Batch, PlannedBatch, StepMetrics, TappedBatch, TrainState
 from dflash_core.training.endings import deadline_left
-from dflash_core.training.work import Clock, Run
+from dflash_core.training.work import FULL, Clock, Run
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
@@ -105,10 +107,12 @@ async def order(run: Run, inp: Receive[TappedBatch], out: Send[TappedBatch]) -> 
                 expected += 1
 
 
-async def train(run: Run, inp: Receive[TappedBatch], log: Send[StepMetrics], save: Send[TrainState]) -> None:
-    """The step loop: one micro-batch, give its credit back, and when a step was applied, log and perhaps save."""
+async def train(
+    run: Run, inp: Receive[TappedBatch], log: Send[StepMetrics], save: Send[TrainState], evaluate: Send[TrainState]
+) -> None:
+    """The step loop: one micro-batch, give its credit back, and when a step was applied, log and perhaps save and evaluate."""
     clock, limiter, trainer = run.clocks["train"], CapacityLimiter(1), run.work.trainer
-    with inp, log, save:
+    with inp, log, save, evaluate:
         try:
             while not trainer.done and not run.stop.is_set():
                 tapped = None
@@ -120,6 +124,7 @@ async def train(run: Run, inp: Receive[TappedBatch], log: Send[StepMetrics], sav
                     metrics = await to_thread.run_sync(trainer.finish, limiter=limiter)
                     if metrics is not None:
                         await log.send(metrics)
+                        await _offer_state(run, metrics.step, limiter, save, evaluate)
                     return
                 if math.isnan(run.outcome.first_batch_s):
                     run.outcome.first_batch_s = time.perf_counter() - run.started
@@ -133,23 +138,31 @@ async def train(run: Run, inp: Receive[TappedBatch], log: Send[StepMetrics], sav
                 if metrics is not None:
                     with clock.doing("blocked"):
                         await log.send(metrics)
-                        await _offer_state(run, metrics.step, limiter, save)
+                        await _offer_state(run, metrics.step, limiter, save, evaluate)
             run.outcome.stopped = not trainer.done
         finally:
             run.gate.close()
 
 
-async def _offer_state(run: Run, step: int, limiter: CapacityLimiter, save: Send[TrainState]) -> None:
-    """A snapshot for the checkpoints stage when one is due and none is being written."""
-    if step % run.limits.checkpoint_every or run.work.trainer.done:
-        return
-    if not save.statistics().tasks_waiting_receive:
-        run.outcome.saves_left_out += 1
+async def _offer_state(run: Run, step: int, limiter: CapacityLimiter, save: Send[TrainState], evaluate: Send[TrainState]) -> None:
+    """A snapshot for the stages where one is due and none is in work; what is evaluated is a checkpoint, or there is no best one."""
+    outcome, every, last = run.outcome, run.limits.evaluate_every, run.work.trainer.done  # the last state is saved at the end
+    saved = not last and (step % run.limits.checkpoint_every == 0 or step % every == 0)
+    evaluated = step % every == 0 and step not in run.work.evaluated
+    if saved and not save.statistics().tasks_waiting_receive:
+        outcome.saves_left_out, saved = outcome.saves_left_out + 1, False
+    if evaluated and not (evaluate.statistics().tasks_waiting_receive and (saved or last)):
+        outcome.evaluations_left_out, evaluated = outcome.evaluations_left_out + 1, False
+    if not (saved or evaluated):
         return
     start = time.perf_counter()
     state = await to_thread.run_sync(run.work.trainer.snapshot, limiter=limiter)
-    run.outcome.clone_s += time.perf_counter() - start
-    save.send_nowait(state)
+    outcome.clone_s += time.perf_counter() - start
+    if evaluated:
+        outcome.evaluating = step
+        evaluate.send_nowait(replace(state, moments={}))
+    if saved:
+        save.send_nowait(state)
 
 
 async def metrics(run: Run, inp: Receive[StepMetrics]) -> None:
@@ -180,6 +193,44 @@ async def _save(run: Run, state: TrainState, limiter: CapacityLimiter) -> None:
     if seconds > run.limits.stop_deadline_s:
         LOG.warning("a save took %.1f s: a stop request (deadline %.1f s) falls back to the last checkpoint",
                     seconds, run.limits.stop_deadline_s)  # fmt: skip
+
+
+async def evaluations(run: Run, inp: Receive[TrainState]) -> None:
+    """Measures snapshots in the full replica's thread, one at a time; first the one that an earlier process did not end."""
+    clock, limiter = run.clocks["evaluations"], CapacityLimiter(1)
+    with inp:
+        if run.work.late is not None and not run.stop.is_set():
+            await _evaluate(run, await to_thread.run_sync(run.work.late, limiter=limiter), clock)
+        while (state := await _next(inp, clock)) is not None:
+            await _evaluate(run, state, clock)
+            del state  # as in read
+
+
+async def _evaluate(run: Run, state: TrainState, clock: Clock) -> None:
+    """One snapshot: to its end, to a stop request, to an error of another stage, or to the limit."""
+    limit = run.limits.evaluate_s
+    run.outcome.evaluating = state.step
+    ended, start, end = await run.replicas.borrow(FULL, partial(_evaluate_within, run, state, limit))
+    run.outcome.evaluating = -1
+    clock.add("busy", start, end, number=state.step)
+    run.outcome.evaluation_s += end - start
+    run.progress = time.perf_counter()
+    if ended:
+        run.outcome.evaluations += 1
+    elif not run.stop.is_set():
+        run.outcome.evaluations_given_up += 1
+        LOG.warning("the evaluation of step %d was given up after %.1f s (during_training.limit_s %.1f), training goes on; raise it, or "
+                    "lower during_training.num_prompts or max_new_tokens", state.step, end - start, limit)  # fmt: skip
+
+
+def _evaluate_within(run: Run, state: TrainState, limit: float) -> tuple[bool, float, float]:
+    """(whether it came to its end, when it began and ended), in the replica's thread."""
+    start = time.perf_counter()
+
+    def wanted() -> bool:
+        return not run.stop.is_set() and run.error is None and time.perf_counter() - start < limit
+
+    return run.work.evaluate(state, wanted), start, time.perf_counter()
 
 
 async def final_save(run: Run) -> None:

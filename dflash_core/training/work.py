@@ -1,8 +1,9 @@
 """What a run of the pipeline is made of: the functions its stages call, its limits, and how it ended."""
 
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,7 +14,8 @@ from dflash_core.records import Batch, PlannedBatch, StepMetrics, TappedBatch, T
 from dflash_core.training.gate import CreditGate
 from dflash_core.training.replicas import Replicas
 
-STAGES = ("plan", "read", "tap", "order", "train", "metrics", "checkpoints")
+STAGES = ("plan", "read", "tap", "order", "train", "metrics", "checkpoints", "evaluations")
+FULL = 0  # the replica with all layers and the head, where snapshots are evaluated
 
 
 class Trainer(Protocol):
@@ -58,6 +60,10 @@ class Work:
     trainer: Trainer
     log: Callable[[StepMetrics], None]
     save: Callable[[TrainState], None]
+    evaluate: Callable[[TrainState, Callable[[], bool]], bool] = lambda state, wanted: False
+    """Measures a snapshot in the thread of the full replica; False where it was given up because `wanted()` said no."""
+    evaluated: Container[int] = ()  # steps that an earlier process has measured
+    late: Callable[[], TrainState] | None = None  # reads the snapshot whose evaluation an earlier process did not end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +77,8 @@ class Limits:
     stall_s: float
     first_batch_s: float  # the same until the first micro-batch is trained, and while a replica is loaded anew
     rebuilds: int
+    evaluate_every: int = sys.maxsize  # optimizer steps; each of them is a checkpoint, too
+    evaluate_s: float = 0.0  # an evaluation that takes longer is given up; the watchdog waits so much longer
 
 
 @dataclass
@@ -88,6 +96,11 @@ class Outcome:
     save_s: float = 0.0  # the longest
     saves: int = 0
     saves_left_out: int = 0  # due while one was in flight
+    evaluating: int = -1  # step of the snapshot being evaluated, whose checkpoint must stay
+    evaluations: int = 0
+    evaluations_left_out: int = 0  # due while one, or a save, was in flight
+    evaluations_given_up: int = 0  # over their limit
+    evaluation_s: float = 0.0  # for which the full replica was lent, given up or not
 
 
 @dataclass

@@ -151,6 +151,17 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     assert not (tmp_path / "step-00000040").exists()
 
 
+def test_the_best_by_real_acceptance_stays_whatever_was_simulated(tmp_path: Path) -> None:
+    for step, quality in ((10, 1.5), (20, 3.5), (30, 3.0), (40, 2.0), (50, 2.5)):
+        saved = replace(state(step), counters={"updates": step, "quality": quality})
+        save_checkpoint(tmp_path, saved, depends_on=DEPENDS_ON)
+    real = {10: 2.2, 20: 1.9, 40: 2.1, 35: 9.0}  # 35 has no checkpoint; 30 and 50 were not measured
+    prune(tmp_path, keep=1, real=real, evaluating=40)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000040", "step-00000050"]
+    prune(tmp_path, keep=1, real={**real, 50: 2.3})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000050"]
+
+
 def test_of_equally_good_ones_the_newest_is_the_best(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save_checkpoint(tmp_path, state(step), depends_on=DEPENDS_ON)
