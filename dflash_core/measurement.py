@@ -27,7 +27,7 @@ from dflash_core.decoding.plots import draw_report
 from dflash_core.decoding.promotion import compare, decide
 from dflash_core.decoding.report import report_markdown, served_markdown, shown
 from dflash_core.decoding.served import measure_served
-from dflash_core.decoding.summary import report_on
+from dflash_core.decoding.summary import correlation, report_on
 from dflash_core.files import write_json
 from dflash_core.modeling.target import read_facts
 from dflash_core.records import AcceptanceReport, Comparison, Decision, Measurements, ServedReport
@@ -189,6 +189,12 @@ async def run_side_by_side(commands: list[list[str]], stop: anyio.Event, *, seco
     return [done[number].stdout.decode() for number in range(len(commands))]
 
 
+def _while_training(training: dict[str, Any]) -> dict[str, Any] | None:
+    """What training.json says about evaluations, and how the simulated and the real values of one run go together."""
+    own = training.get("evaluation")  # not there in runs of earlier versions
+    return {**own, "correlation": correlation(own["evaluations"])} if own else None
+
+
 def write_report(config: Config, run: RunDirectory, acceptance: AcceptanceReport) -> dict[str, Any]:
     """report.json, report.md and its pictures; returns what report.json holds."""
     training = json.loads(run.training.read_text(encoding="utf-8"))
@@ -211,6 +217,7 @@ def write_report(config: Config, run: RunDirectory, acceptance: AcceptanceReport
         "stages": training["stages"],
         "bottleneck": training["bottleneck"],
         "pipeline": training["pipeline"],
+        "evaluation": _while_training(training),
         "ledger": {"conversations": manifest.ledger, "micro_batches": training["ledger"]},
         "export": str(run.export),
     }

@@ -16,7 +16,7 @@ from dflash_core.config import Config
 from dflash_core.modeling.census import Census
 from dflash_core.modeling.drafter import tensor_shapes
 from dflash_core.records import DrafterShape, StepMetrics
-from dflash_core.sizes import DTYPE_BYTES, batch_bytes, needs_teacher
+from dflash_core.sizes import DTYPE_BYTES, EVALUATED_BLOCKS, batch_bytes, needs_teacher
 
 ADAM_BYTES = 16  # a trained parameter: fp32 master, gradient and two moments
 SAVED_BYTES = 12  # the same in a checkpoint, without the gradient
@@ -111,12 +111,29 @@ class Room:
 
 
 def target_room(config: Config, shape: DrafterShape, counted: Census) -> Room:
-    """A device with one replica: no layer after the last tap, no head."""
+    """A device with one replica: no layer after the last tap, no head; where training is evaluated, all of it (the first replica)."""
     run = len(counted.layers) if needs_teacher(config.training) else max(shape.target_layer_ids) + 1
     size, tokens = DTYPE_BYTES[config.target.dtype], config.training.tokens_per_batch
     tapped = batch_bytes(shape, tokens, config.target.dtype, teacher=needs_teacher(config.training))
     widest = (4 * shape.hidden_size + 3 * shape.intermediate_size) * tokens * size
-    return Room(parts={"weights": (counted.embedding + sum(counted.layers[:run])) * size, "activations": widest, "taps": tapped})
+    parts = {"weights": (counted.embedding + sum(counted.layers[:run])) * size, "activations": widest, "taps": tapped}
+    return Room(parts={**parts, **_evaluation_parts(config, shape, counted, run)})
+
+
+def _evaluation_parts(config: Config, shape: DrafterShape, counted: Census, run: int) -> dict[str, float]:
+    """What evaluating snapshots adds to the first replica: the rest of the target, a copy of the drafter, caches and logits."""
+    during, size = config.during_training, DTYPE_BYTES[config.target.dtype]
+    if during.eval_every is None:
+        return {}
+    rest = sum(counted.layers[run:]) + (0 if counted.tied else counted.head)
+    tokens = config.evaluation.batch_size * (config.data.max_length + during.max_new_tokens)
+    cache = 2 * shape.num_kv_heads * shape.head_dim * (len(counted.layers) + shape.num_layers) * tokens
+    logits = EVALUATED_BLOCKS * shape.block_size * shape.vocab_size
+    return {
+        "rest for evaluations": rest * size,
+        "drafter for evaluations": drafter_parameters(shape) * size,
+        "caches and logits for evaluations": (cache + logits) * size,
+    }
 
 
 def drafter_room(config: Config, shape: DrafterShape, counted: Census) -> Room:
@@ -139,6 +156,7 @@ def disk_room(config: Config, shape: DrafterShape, *, tokens: float) -> Room:
     """Of the run directory."""
     parameters = drafter_parameters(shape)
     kept = config.pipeline.keep_checkpoints + 2  # the best one, and one being written
+    kept += config.during_training.eval_every is not None  # and one being evaluated
     return Room(parts={"checkpoints": SAVED_BYTES * parameters * kept, "export": 2 * parameters, "shards": TOKEN_BYTES * tokens})
 
 

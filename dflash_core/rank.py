@@ -1,11 +1,12 @@
 """One rank of a training, without Prefect and MLflow: what torchrun starts, `torchrun ... -m dflash_core.rank JOB.json`.
 
 parent --standard input: a byte asks to stop, its end means that the parent is gone--> this process, or any other rank
-rank 0 --standard output: a line of JSON a step--> parent          an error: ranks/<rank>/error.json, and exit code 1
+rank 0 --standard output: a line of JSON a step or log record--> parent          an error: ranks/<rank>/error.json, and exit code 1
 """
 
 import dataclasses
 import json
+import logging
 import os
 import sys
 import threading
@@ -32,6 +33,10 @@ def main(job_file: str) -> None:
     config = Config.model_validate(job["config"])
     run = RunDirectory(root=Path(job["root"]), state="resume")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        core = logging.getLogger("dflash_core")
+        core.addHandler(_Lines())
+        core.setLevel(logging.INFO)
     asked = threading.Event()
     threading.Thread(target=_watch_parent, args=(asked,), daemon=True).start()
     cuda = config.pipeline.drafter.startswith("cuda")
@@ -44,6 +49,13 @@ def main(job_file: str) -> None:
         traceback.print_exc()
         os._exit(1)  # no collective may be waited for: the others are in another one
     torch.distributed.destroy_process_group()
+
+
+class _Lines(logging.Handler):
+    """What is said here is said by the parent, which has the run's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(json.dumps({"log": record.name, "level": record.levelno, "message": record.getMessage()}), flush=True)
 
 
 async def _train(config: Config, run: RunDirectory, rank: int, size: int, asked: threading.Event) -> None:

@@ -4,6 +4,7 @@ train_in_ranks --stdin--> torchrun -> ranks --stdout: steps, stderr: everything 
 """
 
 import json
+import logging
 import os
 import re
 import signal
@@ -88,6 +89,10 @@ async def _forward_steps(process: Process, on_step: Callable[[StepMetrics, int],
             if line.startswith('{"total"'):
                 value = json.loads(line)
                 await to_thread.run_sync(on_step, StepMetrics(**value["metrics"]), value["total"])
+            elif line.startswith('{"log"'):
+                value = json.loads(line)
+                if (logger := logging.getLogger(value["log"])).isEnabledFor(value["level"]):
+                    logger.log(value["level"], "%s", value["message"])
 
 
 async def _end(process: Process) -> None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # it imports pyarrow, and a deployment's flow must load at on
 
 LOG = logging.getLogger("flows")
 LOG.setLevel(logging.INFO)
+logging.getLogger("dflash_core.training.evaluations").setLevel(
+    logging.INFO
+)  # a line an evaluation, where else only warnings are shown
 LINE_EVERY_S = 10.0
 _CONSOLE = Console(soft_wrap=True, highlight=False)
 

@@ -1,6 +1,7 @@
 """Every metric that MLflow shows, with its unit: the names are here and nowhere else.
 
 line of metrics.jsonl --step_points--> (name, value)          finished report --report_points--> (name, value)
+line of evaluations.jsonl --evaluation_points--> (name, value)
 """
 
 import math
@@ -32,6 +33,14 @@ PIPELINE = {  # how the pipeline stood at a step, as `pipeline/<name>`: dflash_c
     "mfu": "share of the devices' peak arithmetic",
     "eta_s": "seconds to the last step, at the mean speed so far",
 }
+EVALUATION = {  # of a snapshot, measured while training went on, as `evaluation/<name>` at the snapshot's step
+    "acceptance_length": "tokens committed a verify round: accepted draft tokens + 1, by real decoding of a few prompts",
+    "simulated_acceptance_length": "teacher-forced, as training counts, on the validation split (or on the texts decoded)",
+    "gap": "simulated / real acceptance length - 1",
+    "rounds": "verify rounds of the real value",
+    "seconds": "for which the full target replica was borrowed",
+}
+EVALUATION_KNOWN = "evaluation/acceptance_length"  # every evaluation has it
 REPORT = {  # of the exported drafter, by real decoding
     "acceptance_length": "tokens committed a verify round: accepted draft tokens + 1",
     "acceptance_length_simulated": "the same of a block behind every token of the target's texts: what training counts",
@@ -68,6 +77,14 @@ def step_points(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for slot, (correct, counted) in enumerate(zip(row["correct"], row["counted"], strict=True)):
         if counted:
             yield ACCURACY_BY_SLOT.format(slot=slot), correct / counted
+
+
+def evaluation_points(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """(name, value) of one line of evaluations.jsonl; the gap is NaN where one of its two values is not there."""
+    real, simulated = row["acceptance_length"], row["simulated_acceptance_length"]
+    values = {**row, "gap": simulated / real - 1 if real and simulated else math.nan}
+    for name in EVALUATION:
+        yield f"evaluation/{name}", float(values[name])
 
 
 def report_points(report: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -1,18 +1,15 @@
 """The thread that brings a run's numbers to MLflow; `tracking` says what it is for.
 
-metrics.jsonl --_Tail--> log_batch     machine --SystemMetrics--> log_batch     report, drafter --publish--> mlflow_content
+metrics.jsonl, evaluations.jsonl --Tail--> log_batch     machine --SystemMetrics--> log_batch     report, drafter --publish--> mlflow_content
 """
 
 import contextvars
-import json
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from dflash_core.config import Config
@@ -20,16 +17,17 @@ from dflash_core.records import Manifest
 from dflash_core.rundir import RunDirectory
 from flows.metric_names import step_points
 from flows.mlflow_content import publish_report, show_data
+from flows.mlflow_evaluations import EvaluationLines
 from flows.mlflow_run import connect, first_line, flat_params, own_run, shown, tags, tracking_uri, without_password
 from flows.settings import config_yaml
 from flows.system_metrics import SystemMetrics
+from flows.tail import Tail
 
 LOG = logging.getLogger("flows.tracking")
 SEND_EVERY_S = 2.0
 FLUSH_S = 30.0  # at an ending; what is not sent then is counted and left to the file
 METRICS_A_CALL = 1000  # MLflow's limit for one log_batch
 PARAMS_A_CALL = 100
-READ_BYTES = 2**20  # of metrics.jsonl at a time, so a store that is away for days costs no memory
 SYSTEM_POINTS = 5000  # of the machine, kept while the store is away
 PUBLISH_PAUSES_S = (2.0, 10.0)  # between the tries to upload a report and its drafter
 BEHIND = "mlflow_behind.txt"  # in the run directory: what MLflow does not have
@@ -46,7 +44,7 @@ class MlflowTracker:
         self._client = connect(uri)
         self._run_id = self._experiment = ""
         self._sent_step = 0  # newest step that MLflow has
-        self._lines = _Tail(run.metrics)
+        self._lines, self._evaluations = Tail(run.metrics), EvaluationLines(run.evaluations)
         self._waiting: list[tuple[int, list[tuple[str, float]]]] = []  # steps read and not sent yet
         self._not_finite = 0
         self._system, self._system_waiting = SystemMetrics(), deque[tuple[int, str, float]](maxlen=SYSTEM_POINTS)
@@ -116,7 +114,7 @@ class MlflowTracker:
             )
 
     def _forward(self) -> None:
-        """Sends the steps that are new in the file, many in a call, and what the machine did."""
+        """Sends the steps and evaluations that are new in their files, many steps in a call, and what the machine did."""
         self._send_waiting()
         self._send_system()
         if not self._data_shown and (manifest := self._manifest()) is not None:
@@ -129,6 +127,7 @@ class MlflowTracker:
                 self._not_finite += len(points) - len(finite)
                 self._waiting.append((row["step"], finite))
             self._send_waiting()
+        self._evaluations.send(self._client, self._run_id)
 
     def _send_waiting(self) -> None:
         from mlflow.entities import Metric
@@ -207,6 +206,9 @@ class MlflowTracker:
         self._closing.set()
         self._thread.join(FLUSH_S)
         steps, points = self._not_sent()
+        if evaluations := self._evaluations.not_sent():
+            LOG.warning("MLflow at %s did not take %d evaluations; %s has them, and the next start sends them",
+                        shown(self.uri), evaluations, self._run.evaluations)  # fmt: skip
         if steps:
             LOG.warning(
                 "MLflow at %s did not take the last %d steps (%d points); %s has them, and the next start sends them",
@@ -215,9 +217,10 @@ class MlflowTracker:
         elif self._thread.is_alive():
             LOG.warning("MLflow at %s did not end the run within %.0f s", shown(self.uri), FLUSH_S)
         behind = self._run.root / BEHIND
-        if steps or self._thread.is_alive() or self._publish_failed:
+        if steps or evaluations or self._thread.is_alive() or self._publish_failed:
             behind.write_text(
-                f"{steps} steps, {points} points; report: {'no' if self._publish_failed else 'yes'}\n", encoding="utf-8"
+                f"{steps} steps, {points} points, {evaluations} evaluations; report: {'no' if self._publish_failed else 'yes'}\n",
+                encoding="utf-8",
             )
         else:
             behind.unlink(missing_ok=True)
@@ -225,30 +228,9 @@ class MlflowTracker:
     def _not_sent(self) -> tuple[int, int]:
         """(steps, points) of the file that MLflow does not have."""
         steps = points = 0
-        lines = _Tail(self._run.metrics)
+        lines = Tail(self._run.metrics)
         while rows := lines.read():
             newer = [row for row in rows if row["step"] > self._sent_step]
             steps += len(newer)
             points += sum(1 for row in newer for _ in step_points(row))
         return steps, points
-
-
-class _Tail:
-    """Complete new lines of a growing JSONL file; begins again when the file was replaced, as a resumed training does."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._inode, self._offset = -1, 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """What came since the last call, a piece at a time; lines of a replaced file come again."""
-        if not self.path.is_file():
-            return []
-        with self.path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if inode != self._inode:
-                self._inode, self._offset = inode, 0
-            file.seek(self._offset)
-            complete = file.read(READ_BYTES).rpartition(b"\n")
-        self._offset += len(complete[0]) + len(complete[1])
-        return [json.loads(line) for line in complete[0].splitlines()]

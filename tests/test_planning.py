@@ -57,6 +57,24 @@ def test_sizes(config: Config, counted: Census) -> None:
     assert near(planning.target_room(config, SHAPE, counted).parts["taps"] / 16_384, 51.2e3)
 
 
+def test_evaluating_snapshots_needs_the_whole_target_and_a_copy_of_the_drafter(config: Config, counted: Census) -> None:
+    off = planning.target_room(config, SHAPE, counted)
+    during = config.during_training.model_copy(update={"eval_every": 100})
+    watched = config.model_copy(update={"during_training": during})
+    on = planning.target_room(watched, SHAPE, counted)
+    assert not [name for name in off.parts if "evaluations" in name]
+    rest = on.parts["rest for evaluations"]
+    assert rest == 2 * (sum(counted.layers[62:]) + counted.head)
+    assert on.parts["weights"] + rest == pytest.approx(2 * (counted.embedding + sum(counted.layers) + counted.head))
+    assert near(on.parts["drafter for evaluations"], 2 * 1.73e9)
+    assert on.total == off.total + sum(size for name, size in on.parts.items() if "evaluations" in name)
+    tokens = config.data.max_length + during.max_new_tokens
+    cache, logits = 2 * 8 * 128 * (64 + 5) * tokens, 64 * 16 * 248_320
+    assert on.parts["caches and logits for evaluations"] == 2 * (cache + logits)
+    saves = [planning.disk_room(each, SHAPE, tokens=1e9).parts["checkpoints"] for each in (config, watched)]
+    assert saves[1] == saves[0] / 5 * 6
+
+
 @pytest.mark.parametrize(("anchors", "gigaflops", "ratio"), [(128, 16.2, 3.0), (256, 31.5, 1.5), (512, 62.2, 0.78)])
 def test_flops(config: Config, counted: Census, anchors: int, gigaflops: float, ratio: float) -> None:
     costs = planning.cost(config, SHAPE, counted, row_tokens=2000, anchors=anchors)

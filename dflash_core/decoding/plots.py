@@ -16,7 +16,9 @@ def draw_report(report: dict[str, Any], metrics: Path, *, acceptance: Path, trai
     """Writes the pictures that can be drawn; returns their paths. matplotlib takes a second to import."""
     written = [_draw_acceptance(report, acceptance)]
     curve = training_curve(metrics) if metrics.is_file() else []
-    return [*written, _draw_training(curve, report["acceptance_length"], training)] if curve else written
+    found = (report.get("evaluation") or {}).get("evaluations", [])
+    measured = [(one["step"], one["acceptance_length"]) for one in found if one["acceptance_length"]]
+    return [*written, _draw_training(curve, report["acceptance_length"], measured, training)] if curve else written
 
 
 def training_curve(metrics: Path) -> list[tuple[float, float, float]]:
@@ -59,12 +61,16 @@ def _draw_acceptance(report: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _draw_training(curve: Sequence[tuple[float, float, float]], real: float, path: Path) -> Path:
+def _draw_training(
+    curve: Sequence[tuple[float, float, float]], real: float, measured: Sequence[tuple[int, float]], path: Path
+) -> Path:
     figure, (losses, lengths) = _figure(2)
     steps = [step for step, _, _ in curve]
     losses.plot(steps, [loss for _, loss, _ in curve])
     losses.set(xlabel="step", ylabel="loss", title="training loss")
     lengths.plot(steps, [length for _, _, length in curve], label="simulated, training rows")
+    if measured:
+        lengths.plot(*zip(*measured, strict=True), marker="o", color="tab:red", label="real decoding, snapshots")
     lengths.axhline(real, color="black", linestyle="--", label="real decoding, export")
     lengths.set(xlabel="step", ylabel="acceptance length", ylim=(0.9, None))
     lengths.legend(fontsize="small")

@@ -109,6 +109,7 @@ def report_markdown(report: dict[str, Any]) -> str:
         *_section("Tokens committed a round", _table(_histogram_rows(report))),
         *_section("By length of the text before a round", _table(_context_rows(report))),
         *_section("Counted", [f"- {name}: {count:,}" for name, count in report["counts"].items()]),
+        *_section("While it was trained", _evaluation_lines(report.get("evaluation"))),
         *_section("Training", _training_lines(report)),
         *_section("Data", _data_lines(report)),
     ]
@@ -157,6 +158,34 @@ def _divergence_rows(report: dict[str, Any]) -> list[dict[str, str]]:
         }
         for own in report["divergences"]
     ]
+
+
+def _evaluation_lines(evaluation: dict[str, Any] | None) -> list[str]:
+    """Simulated beside real acceptance of every snapshot, how they go together, and what it cost."""
+    if evaluation is None:
+        return []
+    together = evaluation["correlation"]
+    return [
+        *_table([_evaluation_row(one) for one in evaluation["evaluations"]]),
+        "",
+        f"- correlation of simulated and real: {'not known (fewer than 3 values, or one is constant)' if together is None else f'{together:.2f}'}",
+        f"- best checkpoint by real acceptance: step {evaluation['best_step']}",
+        f"- cost: the full replica was borrowed for {evaluation['seconds']:.1f} s, {evaluation['share']:.1%} of the last process's training; "
+        f"left out while one was in work {evaluation['left_out']}, given up {evaluation['given_up']}",
+        *(f"- warning: {words}" for words in evaluation["warnings"]),
+    ]
+
+
+def _evaluation_row(one: dict[str, Any]) -> dict[str, str]:
+    real, simulated = one["acceptance_length"], one["simulated_acceptance_length"]
+    return {
+        "step": f"{one['step']:,}",
+        "acceptance length, real": f"{real:.2f}" if real else "no round",
+        f"simulated ({one['simulated_on']})": f"{simulated:.2f}" if simulated else "no block",
+        "gap": f"{simulated / real - 1:+.0%}" if real and simulated else "",
+        "rounds": f"{one['rounds']:,}",
+        "seconds": f"{one['seconds']:.1f}",
+    }
 
 
 def _training_lines(report: dict[str, Any]) -> list[str]:

@@ -141,6 +141,15 @@ def _speedup_interval(results: Sequence[Measured]) -> Estimate | None:
     return estimate([table], speedup) if len(table) else None
 
 
+def correlation(evaluations: Sequence[Mapping[str, Any]]) -> float | None:
+    """Pearson's, of simulated and real acceptance length over the snapshots of one run; None for fewer than 3, or where one is constant."""
+    pairs = [(one["simulated_acceptance_length"], one["acceptance_length"]) for one in evaluations]
+    table = np.array([pair for pair in pairs if all(pair)], np.float64).reshape(-1, 2)
+    if len(table) < 3 or not np.ptp(table, axis=0).all():
+        return None
+    return round(float(np.asarray(np.corrcoef(table.T))[0, 1]), 4)
+
+
 def by_slot(generations: Sequence[Generation], draft_tokens: int, *, conditional: bool = False) -> tuple[float, ...]:
     """Accepted / offered for draft token 1, 2, ...: the share of rounds whose first k drafts were all right.
 

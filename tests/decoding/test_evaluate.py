@@ -19,7 +19,7 @@ from dflash_core.decoding.evaluate import (
 )
 from dflash_core.decoding.export import write_export
 from dflash_core.decoding.report import report_markdown
-from dflash_core.decoding.summary import acceptance_length, by_context, by_slot, histogram, report_on, summarise
+from dflash_core.decoding.summary import acceptance_length, by_context, by_slot, correlation, histogram, report_on, summarise
 from dflash_core.modeling.drafter import new_drafter
 from dflash_core.opening import shard_places
 from dflash_core.records import ContextRange, Estimate, Measurements
@@ -208,6 +208,25 @@ def test_sets_are_reported_apart() -> None:
     assert report.acceptance_interval == Estimate(value=1.5, low=1.0, high=2.0)
 
 
+def snapshot(step: int, real: float, simulated: float) -> dict[str, Any]:
+    return {
+        "step": step, "prompts": 8, "rounds": 99, "acceptance_length": real, "simulated_acceptance_length": simulated,
+        "simulated_on": "validation", "blocks": 50, "seconds": 0.5,
+    }  # fmt: skip
+
+
+def test_the_correlation_over_the_snapshots_of_a_run() -> None:
+    rising = [snapshot(10 * n, 1 + n / 10, 1 + n / 5) for n in range(1, 6)]
+    assert correlation(rising) == 1.0
+    assert correlation([*rising, snapshot(90, 0.0, 9.0)]) == 1.0  # one without a round says nothing
+    falling = [snapshot(n, 3 - n / 10, 1 + n) for n in range(4)]
+    assert correlation(falling) == -1.0
+    assert correlation([snapshot(n, *pair) for n, pair in enumerate([(1.0, 1.0), (2.0, 1.0), (1.0, 2.0), (2.0, 2.0)])]) == 0.0
+    assert correlation(rising[:2]) is None
+    assert correlation([]) is None
+    assert correlation([snapshot(n, 2.0, 2.0 + n) for n in range(4)]) is None  # a constant
+
+
 def test_the_written_report_shows_every_number() -> None:
     stage = {"workers": 1, "items": 9, "busy": 1.0, "starved": 2.0, "blocked": 3.0}
     different = measured((1, 2), (1, 3), [1.0, 1e-6])
@@ -222,6 +241,16 @@ def test_the_written_report_shows_every_number() -> None:
             "tokens_per_second": 1234.5,
             "startup_s": {"open": 0.5},
             "bottleneck": "train: busy",
+            "evaluation": {
+                "evaluations": [snapshot(10, 2.0, 2.2), snapshot(20, 0.0, 2.4), snapshot(30, 2.5, 3.0)],
+                "correlation": 0.981,
+                "best_step": 30,
+                "seconds": 12.34,
+                "share": 0.056,
+                "left_out": 2,
+                "given_up": 1,
+                "warnings": ["step 30: the gap grew"],
+            },
             "ledger": {
                 "conversations": {"rows_in": 5, "kept": 4, "cut": 1, "dropped": {"no stop": 1}},
                 "micro_batches": {"issued": 3},
@@ -239,6 +268,14 @@ def test_the_written_report_shows_every_number() -> None:
         "| acceptance length, target features zeroed | 1.00 |",
         "0 / 1, 1 of the others at a tie",
         "| speed-up over the target alone | 2.00x [2.00, 2.00] |",
+        "| step | acceptance length, real | simulated (validation) | gap | rounds | seconds |",
+        "| 10 | 2.00 | 2.20 | +10% | 99 | 0.5 |",
+        "| 20 | no round | 2.40 |  | 99 | 0.5 |",
+        "| 30 | 2.50 | 3.00 | +20% | 99 | 0.5 |",
+        "correlation of simulated and real: 0.98",
+        "best checkpoint by real acceptance: step 30",
+        "12.3 s, 5.6% of the last process's training; left out while one was in work 2, given up 1",
+        "- warning: step 30: the gap grew",
         "30 of 40 steps",
         "torch: 1 -> 2",
         "| tap | 1 | 9 | 1.0 | 2.0 | 3.0 |",

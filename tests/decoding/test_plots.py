@@ -34,5 +34,9 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     assert draw_report(report, metrics, **places) == [places["acceptance"]]  # no training was recorded here
     write_metrics(metrics, 5)
     assert draw_report(report, metrics, **places) == list(places.values())
+    before = places["training"].read_bytes()
+    snapshots = [{"step": 2, "acceptance_length": 1.5}, {"step": 4, "acceptance_length": 0.0}]
+    draw_report({**report, "evaluation": {"evaluations": snapshots}}, metrics, **places)
+    assert places["training"].read_bytes() != before
     for place in places.values():
         assert place.read_bytes().startswith(b"\x89PNG")
