@@ -66,6 +66,25 @@ def test_a_finished_run_prints_its_report_and_evaluate_measures_again(run_file: 
         call(train, run_file, overrides={"training.learning_rate": 0.5})
 
 
+def test_evaluations_during_training_are_in_the_log_the_files_and_the_report(run_file: Path, tmp_path: Path, caplog) -> None:
+    run = tmp_path / "runs" / "tiny"
+    call(train, run_file, overrides={"during_training.eval_every": 1, "during_training.max_new_tokens": 8})
+    found = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert found
+    lines = [record.getMessage() for record in caplog.records if "by decoding 4 prompts" in record.getMessage()]
+    assert [line.split(":")[0] for line in lines] == [f"step {one['step']}" for one in found]
+    report = json.loads((run / "report.json").read_text())
+    assert report["evaluation"]["evaluations"] == found
+    steps = report["training"]["total_steps"]
+    assert len(found) + report["evaluation"]["left_out"] == steps
+    text = (run / "report.md").read_text()
+    assert "## While it was trained" in text
+    assert f"| {found[0]['step']} | {found[0]['acceptance_length']:.2f} |" in text
+    caplog.clear()
+    assert call(train, run_file)["report"] == str(run / "report.json")  # without evaluations it is the same experiment
+    assert "finished before" in caplog.text
+
+
 def test_a_run_killed_while_evaluating_does_not_train_again(run_file: Path, tmp_path: Path, caplog) -> None:
     run = tmp_path / "runs" / "tiny"
     call(train, run_file)
