@@ -19,24 +19,12 @@ from mlflow import MlflowClient
 
 from dflash_core.config import Config
 from dflash_core.data.shards import write_shards
-from dflash_core.records import Evaluation, StepMetrics
+from dflash_core.records import StepMetrics
 from dflash_core.rundir import RunDirectory, config_fingerprint, open_run
-from dflash_core.training.evaluations import EvaluationsFile
 from dflash_core.training.metrics import MetricsFile
 from dflash_core.training.timeline import write_timeline
 from flows import mlflow_tracker
-from flows.metric_names import (
-    ACCURACY_BY_SLOT,
-    EVALUATION,
-    REPORT,
-    SKIPPED,
-    STEP,
-    SYSTEM,
-    evaluation_points,
-    report_points,
-    step_points,
-)
-from flows.mlflow_evaluations import EvaluationLines
+from flows.metric_names import ACCURACY_BY_SLOT, REPORT, SKIPPED, STEP, SYSTEM, report_points, step_points
 from flows.mlflow_run import HIDDEN, SECRET, flat_params, tracking_uri
 from flows.mlflow_tracker import BEHIND, MlflowTracker
 from flows.tracking import send_rest
@@ -162,57 +150,6 @@ def test_resumed_training_goes_on_in_the_same_run_and_sends_nothing_twice(ending
     assert client(config).get_run(identity).info.status == "FINISHED"
     assert [step for step, _ in history(config, run, "train/loss")] == list(range(1, 10))
     assert client(config).get_run(identity).data.tags["resumed_after_step.4"] == "steps 5-6 made again"
-
-
-def evaluated(run: RunDirectory, *steps: int) -> None:
-    """Evaluations as a training writes them."""
-    file = EvaluationsFile(run.evaluations)
-    for step in steps:
-        file.add(
-            Evaluation(
-                step=step, prompts=2, rounds=9, acceptance_length=2.0 + step, simulated_acceptance_length=3.0 + 2 * step,
-                simulated_on="validation", blocks=9, seconds=0.5,
-            )
-        )  # fmt: skip
-
-
-def test_evaluations_arrive_at_their_own_step_and_only_once(config: Config, run: RunDirectory) -> None:
-    """The one of step 2 is known when training is at step 6; a resumed run makes up for step 4 after that of step 6."""
-    tracker = MlflowTracker(config, run)
-    write_steps(run, 1, 6)
-    evaluated(run, 2, 6)
-    tracker.close("KILLED")
-    tracker = MlflowTracker(config, run)
-    write_steps(run, 7, 8)
-    evaluated(run, 4)
-    tracker.close("FINISHED")
-    assert sorted(history(config, run, "evaluation/acceptance_length")) == [(2, 4.0), (4, 6.0), (6, 8.0)]
-    assert sorted(history(config, run, "evaluation/gap")) == [(2, 0.75), (4, 11 / 6 - 1), (6, 0.875)]
-    assert len(history(config, run, "train/loss")) == 8
-    assert {name for name in client(config).get_run(run_id(run)).data.metrics if name.startswith("evaluation/")} == {
-        f"evaluation/{name}" for name in EVALUATION
-    }
-    assert not (run.root / BEHIND).exists()
-
-
-def test_evaluations_that_mlflow_did_not_take_are_said_and_sent_at_the_next_start(
-    config: Config, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tracker = MlflowTracker(config, run)
-    monkeypatch.setattr(EvaluationLines, "send", lambda *_: None)
-    evaluated(run, 2, 4)
-    tracker.close("FINISHED")
-    assert "did not take 2 evaluations" in caplog.text
-    assert (run.root / BEHIND).read_text().startswith("0 steps, 0 points, 2 evaluations")
-    monkeypatch.undo()
-    MlflowTracker(config, run).close("FINISHED")
-    assert history(config, run, "evaluation/rounds") == [(2, 9.0), (4, 9.0)]
-    assert not (run.root / BEHIND).exists()
-
-
-def test_an_evaluation_without_a_round_has_no_gap() -> None:
-    row = {"acceptance_length": 0.0, "simulated_acceptance_length": 2.0, "rounds": 0, "seconds": 1.0}
-    assert math.isnan(dict(evaluation_points(row))["evaluation/gap"])
 
 
 def test_changed_params_are_left_as_they_were(config: Config, run: RunDirectory) -> None:
