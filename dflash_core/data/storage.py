@@ -9,6 +9,7 @@ shard in its first micro-batches.
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,6 +129,7 @@ def fetch_shards(place: str, cache: ShardCache) -> ShardSet:
     def fetch(shard: ShardFile) -> IO[bytes]:
         return cache.fetch(shard, lambda start, stop: client.cat_file(f"{path}/{shard.name}", start=start, end=stop), place)
 
+    contexts = [copy_context() for _ in manifest.shards]  # so that warnings reach the flow run's log
     with ThreadPoolExecutor(PARALLEL) as pool:
-        held = tuple(pool.map(fetch, manifest.shards))
+        held = tuple(pool.map(lambda context, shard: context.run(fetch, shard), contexts, manifest.shards))
     return ShardSet(name=place, files=tuple(Path(file.name) for file in held), manifest=manifest, held=held)

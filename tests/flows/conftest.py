@@ -28,12 +28,12 @@ def clean_environment(home: Path, **extra: str) -> dict[str, str]:
 
 
 @contextmanager
-def process(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def process(command: list[str], environment: dict[str, str], log: Path, *, cwd: Path = ROOT) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a group of its own, which ends with the block; it hears SIGINT whatever started the tests."""
     with log.open("wb") as out:
         child = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=cwd,
             env=environment,
             stdout=out,
             stderr=subprocess.STDOUT,

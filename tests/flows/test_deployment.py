@@ -18,8 +18,8 @@ from tests.flows.conftest import PATIENCE_S, ROOT, process
 PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
 
 
-def prefect(environment: dict[str, str], *arguments: str) -> str:
-    done = subprocess.run([*PREFECT, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+def prefect(environment: dict[str, str], *arguments: str, cwd: Path = ROOT) -> str:
+    done = subprocess.run([*PREFECT, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, f"{arguments}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
 
@@ -51,16 +51,21 @@ def worker(prefect_server: dict[str, str], tmp_path_factory: pytest.TempPathFact
     prefect(environment, "work-pool", "create", "dflash", "--type", "process")
     prefect(environment, "deploy", "--all", "--prefect-file", "infra/prefect.yaml")
     command = [*PREFECT, "worker", "start", "--pool", "dflash", "--name", "test"]
-    with process(command, environment, place / "worker.log"):
+    with process(command, environment, place / "worker.log", cwd=Path("/")):  # what it runs is where it was deployed from
         yield environment
 
 
-def test_train_deployment_runs_to_completed(worker: dict[str, str], run_file: Path) -> None:
+def test_train_deployment_runs_to_completed(worker: dict[str, str], run_file: Path, tmp_path: Path) -> None:
     overrides = json.dumps({"name": "deployed", "training.epochs": 2})
     out = prefect(
-        worker, "deployment", "run", "train/train", "-p", f"config={run_file}", "-p", f"overrides={overrides}", "--watch"
-    )
+        worker, "deployment", "run", "train/train", "-p", f"config={run_file}", "-p", f"overrides={overrides}", "--watch",
+        cwd=tmp_path,
+    )  # fmt: skip
     assert "Completed" in out
+    logged = "\n".join(line["message"] for line in ask(worker, "logs/filter", {"limit": 200}))
+    for text in ("cache key", "MissingContextError", "Traceback"):
+        assert text not in logged
+    assert "prepared: 24 rows" in logged
     found = {row["key"]: row for row in ask(worker, "artifacts/latest/filter", {})}
     others = {"data"}  # the preparing flow's: another test may have run it against this server
     assert set(found) - others == {"training", "training-curve", "report", "acceptance", "prompt-sets", "drafts"}

@@ -6,6 +6,8 @@ import logging
 import math
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -29,6 +31,7 @@ from flows.mlflow_run import HIDDEN, SECRET, flat_params, tracking_uri
 from flows.mlflow_tracker import BEHIND, MlflowTracker
 from flows.tracking import send_rest
 from tests import fakes
+from tests.flows.conftest import ROOT
 
 
 def metrics(step: int, **changes: Any) -> StepMetrics:
@@ -202,6 +205,35 @@ def finished(run: RunDirectory) -> dict[str, Any]:
     run.export.mkdir()
     (run.export / "config.json").write_text("{}")
     return report
+
+
+LOGGING = """
+import sys
+from dflash_core.config import Config
+from dflash_core.rundir import open_run
+from flows.mlflow_tracker import MlflowTracker
+from tests.flows.test_tracking import write_steps
+
+config = Config.model_validate_json(open(sys.argv[1], encoding="utf-8").read())
+run = open_run(config)
+tracker = MlflowTracker(config, run)
+write_steps(run, 1, 500)
+tracker.close("FINISHED")
+"""
+
+
+@pytest.mark.slow
+def test_four_processes_with_one_store_lose_no_point(config: Config, tmp_path: Path, runs: Path) -> None:
+    configs = [config.model_copy(update={"name": f"{config.name}-{i}"}) for i in range(4)]
+    children = []
+    for each in configs:
+        file = tmp_path / f"{each.name}.json"
+        file.write_text(each.model_dump_json())
+        children.append(subprocess.Popen([sys.executable, "-c", LOGGING, str(file)], cwd=ROOT))
+    assert [child.wait(900) for child in children] == [0] * 4
+    for each in configs:
+        found = history(each, open_run(each, begin=False), "train/loss")
+        assert found == [(step, 10.0 / step / 2.0) for step in range(1, 501)]
 
 
 def test_report_and_drafter_are_published_once(config: Config, run: RunDirectory) -> None:

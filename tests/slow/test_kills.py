@@ -18,6 +18,7 @@ import pytest
 
 from dflash_core import preparation
 from dflash_core.rundir import RunDirectory, open_run
+from dflash_core.training.checkpoint import latest
 from tests.fakes import make_config
 from tests.flows.conftest import ROOT, clean_environment
 from tests.training.test_exact import state, sums
@@ -67,13 +68,17 @@ def killed(file: Path, run: RunDirectory, *, steps: int, seconds: float, in_save
 def killed_command(file: Path, run: RunDirectory, *, steps: int, seconds: float, in_save: bool) -> bool:
     """The same with the command that users start; its temporary server is killed after it."""
 
-    def logged() -> int:
-        return run.metrics.read_bytes().count(b"\n") if run.metrics.is_file() else 0
+    stored, begin = latest(run.checkpoints), time.time()
+    wanted = steps + (0 if stored is None else int(stored.name.removeprefix("step-")))
 
-    before = logged()
+    def gone_on() -> bool:
+        """Lines beyond the checkpoint are cut off when the training resumes, and then written anew."""
+        file = run.metrics
+        return file.is_file() and file.stat().st_mtime > begin and file.read_bytes().count(b"\n") >= wanted
+
     with started(file) as child:
         try:
-            wait_for(lambda: logged() >= before + steps, child, seconds=120)
+            wait_for(gone_on, child, seconds=600)
             if in_save:
                 wait_for(lambda: half_a_checkpoint(run), child, seconds=20)
             else:
@@ -101,11 +106,8 @@ def kill_often(run: RunDirectory, file: Path, kill: Callable[..., bool]) -> None
         steps, seconds, in_save = rng.randint(3, 5), rng.random() * 0.15, number % 3 == 0
         half = kill(file, run, steps=steps, seconds=seconds, in_save=in_save)
         halves += half
-        when = "in a save" if in_save else f"{seconds:.3f} s later"
-        print(
-            f"kill {number}: {steps} steps and {when}; newest step {state(run)['step']}, half a checkpoint: {half}",
-            flush=True,
-        )
+        when, newest = "in a save" if in_save else f"{seconds:.3f} s later", latest(run.checkpoints)
+        print(f"kill {number}: {steps} steps and {when}; newest: {newest and newest.name}, half a checkpoint: {half}", flush=True)
     assert halves >= 3
 
 
