@@ -16,7 +16,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 from dflash_core import opening, preparation
 from dflash_core.config import Config
 from dflash_core.data.batches import BufferPool, assemble, prefetched
-from dflash_core.data.plan import lay_out, limit_lengths, plan, share_of_rank
+from dflash_core.data.plan import Layout, lay_out, limit_lengths, plan, share_of_rank
 from dflash_core.data.prompts import read_prompt_sets
 from dflash_core.data.reader import TokenDataset
 from dflash_core.decoding.export import write_export
@@ -43,7 +43,7 @@ from dflash_core.modeling.census import read_census
 from dflash_core.modeling.drafter import new_drafter
 from dflash_core.modeling.target import TapReplica, check_padding, choose_attention, load_ends, read_facts
 from dflash_core.planning import cost
-from dflash_core.records import Batch, DrafterShape, StepMetrics, TappedBatch, TargetFacts, TrainResult, TrainState
+from dflash_core.records import Batch, DrafterShape, PlannedBatch, StepMetrics, TappedBatch, TargetFacts, TrainResult, TrainState
 from dflash_core.rundir import RunDirectory, config_fingerprint
 from dflash_core.sizes import batch_bytes, devices_of_rank, needs_teacher, resolve, total_steps
 from dflash_core.training.checkpoint import clean, environment, latest, load_checkpoint, prune, save_checkpoint
@@ -153,18 +153,8 @@ async def _train_on(
             real = watch.real if watch else None
             prune(run.checkpoints, keep=config.pipeline.keep_checkpoints, real=real, evaluating=outcome.evaluating)
 
-    batches = plan(
-        layout,
-        seed=config.seed,
-        epochs=config.training.epochs,
-        bytes_per_token=batch_bytes(shape, 1, config.target.dtype, teacher=needs_teacher(config.training)),
-        position=first,
-    )
-    if gang.size > 1:
-        share = config.training.accumulate // gang.size
-        batches = share_of_rank(batches, rank=gang.rank, ranks=gang.size, accumulate=share, first=first)
     work = Work(
-        plan=prefetched(batches, dataset),
+        plan=prefetched(_batches(layout, config, shape, first, gang), dataset),
         first=first,
         read=lambda planned: assemble(planned, dataset, lengths=lengths, pool=pool),
         taps=tuple(partial(targets.tap, number) for number in targets.replicas),
@@ -190,6 +180,21 @@ async def _train_on(
     result = dataclasses.replace(result, evaluation=watch.summary(outcome) if watch else None)
     write_json(own.training, dataclasses.asdict(result))
     return result
+
+
+def _batches(layout: Layout, config: Config, shape: DrafterShape, first: int, gang: Gang) -> Iterator[PlannedBatch]:
+    """This rank's micro-batches from number `first` on."""
+    batches = plan(
+        layout,
+        seed=config.seed,
+        epochs=config.training.epochs,
+        bytes_per_token=batch_bytes(shape, 1, config.target.dtype, teacher=needs_teacher(config.training)),
+        position=first,
+    )
+    if gang.size == 1:
+        return batches
+    share = config.training.accumulate // gang.size
+    return share_of_rank(batches, rank=gang.rank, ranks=gang.size, accumulate=share, first=first)
 
 
 class _Targets:

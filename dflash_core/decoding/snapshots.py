@@ -68,10 +68,13 @@ class SnapshotBench:
 
     def check(self, replica: TapReplica) -> None:
         """Raises ValueError for a target that cannot be decoded here, in batches of evaluation.batch_size, or for evaluation.block_size."""
-        with replica.whole() as (model, taps):
-            target = DecodingTarget(model, self._shape.target_layer_ids, device=replica.device, taps=taps)
-            target.start(min(self._config.evaluation.batch_size, len(self._prompts)))
-            DraftCache(self._empty(), TargetEnds(model), block_size=self._block_size)
+        try:
+            with replica.whole() as (model, taps):
+                target = DecodingTarget(model, self._shape.target_layer_ids, device=replica.device, taps=taps)
+                target.start(min(self._config.evaluation.batch_size, len(self._prompts)))
+                DraftCache(self._empty(), TargetEnds(model), block_size=self._block_size)
+        except ValueError as error:
+            raise ValueError(f"during_training.eval_every needs decoding; leave it out where that cannot be: {error}") from error
 
     def _empty(self) -> Drafter:
         """A drafter without memory for its weights."""
