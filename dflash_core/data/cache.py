@@ -63,14 +63,7 @@ class ShardCache:
             undo.callback(os.unlink, file.name)
             file.truncate(0)  # what a killed fetch left
             self._make_room(file, shard, what)
-            digest = hashlib.sha256()
-            for start in range(0, shard.bytes, PIECE):
-                piece = patiently(partial(_whole, read, start, min(start + PIECE, shard.bytes)), what)
-                digest.update(piece)
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-            if digest.hexdigest() != shard.sha256:
+            if pour(file, shard.bytes, read, what) != shard.sha256:
                 raise ValueError(f"shard {what}: its sha256 is not the manifest's; push the shards again")
             undo.pop_all()
 
@@ -114,6 +107,18 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def pour(file: IO[bytes], size: int, read: Callable[[int, int], bytes], what: str) -> str:
+    """`size` bytes through `read(start, stop)` into an open file, a piece at a time, and onto the disk; returns their sha256, in hex."""
+    digest = hashlib.sha256()
+    for start in range(0, size, PIECE):
+        piece = patiently(partial(_whole, read, start, min(start + PIECE, size)), what)
+        digest.update(piece)
+        file.write(piece)
+    file.flush()
+    os.fsync(file.fileno())
+    return digest.hexdigest()
 
 
 def _whole(read: Callable[[int, int], bytes], start: int, stop: int) -> bytes:

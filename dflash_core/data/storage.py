@@ -22,6 +22,7 @@ from dflash_core.data.shards import MANIFEST, check_shards, parse_manifest, read
 from dflash_core.records import Manifest, ShardFile
 
 PARALLEL = 4  # files fetched side by side
+REQUEST_ATTEMPTS = 4  # of one request, within one try of `patiently`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +74,17 @@ def open_remote(place: str) -> tuple[Any, str]:
     path = place.partition("://")[2].strip("/")
     if "/" not in path:
         raise ValueError(f"{place}: no key after the bucket; write s3://bucket/directory")
-    client = s3fs.S3FileSystem(use_listings_cache=False, config_kwargs={"retries": {"mode": "standard", "max_attempts": 4}})
+    retries = {"mode": "standard", "max_attempts": REQUEST_ATTEMPTS}
+    client = s3fs.S3FileSystem(use_listings_cache=False, config_kwargs={"retries": retries})
     client.retries = 1  # requests are tried again by botocore below it and `patiently` above; three layers would take minutes
     return client, path
+
+
+def forget_clients() -> None:
+    """The next `open_remote` makes a client anew, which reads credentials that were changed since, as in ~/.aws/credentials."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 # ---- push ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please r
 def faulty_proxy(upstream: str, *, share: float, seed: int = 0, delay_s: float = 0.0) -> Iterator[tuple[str, dict[str, int]]]:
     """(address, counts of what was done): of all requests, `share` is cut, `share` is cut amid the answer, `share` gets 503.
 
-    Every request waits for `delay_s` first.
+    Every request waits for `delay_s` first. The counts have requests by method too, as "PUT".
     """
     chance = random.Random(seed)
     counts = {"cut": 0, "half": 0, "503": 0, "ok": 0}
@@ -32,6 +32,7 @@ def faulty_proxy(upstream: str, *, share: float, seed: int = 0, delay_s: float =
             time.sleep(delay_s)
             fault = chance.choices(["cut", "half", "503", "ok"], [share, share, share, 1 - 3 * share])[0]
             counts[fault] += 1
+            counts[self.command] = counts.get(self.command, 0) + 1
             if fault == "cut":
                 self.close_connection = True
                 return
