@@ -223,13 +223,24 @@ class PromotionConfig(Section):
 
 
 class Places(Section):
-    """Directories and addresses: the only section that the environment may set (DFLASH_RUNS, DFLASH_MLFLOW_URI, DFLASH_CACHE)."""
+    """Directories and addresses: the only section that the environment may set (DFLASH_RUNS, DFLASH_COPIES, ...)."""
 
     runs: str = Field("runs", description="Directory of all run directories.")
     cache: str | None = Field(None, description="Directory of shards fetched from S3, shared by all runs; unset: <runs>/.cache.")
     mlflow_uri: str | None = Field(
         None, description="MLflow tracking address; unset: sqlite in <runs>/mlflow.db; none: no tracking."
     )
+    copies: str | None = Field(None, description="s3:// place that every run is copied to, and fetched from; unset: nowhere.")
+
+    @field_validator("copies")
+    @classmethod
+    def _on_s3(cls, copies: str | None) -> str | None:
+        if copies is None:
+            return None
+        scheme, separator, path = copies.partition("://")
+        if scheme.lower() != "s3" or not separator or not path.strip("/"):
+            raise ValueError("no place on S3; write s3://bucket/prefix, or leave it out")
+        return f"s3://{path.strip('/')}"
 
 
 class Config(Section):

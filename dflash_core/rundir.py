@@ -118,13 +118,7 @@ def open_run(config: Config, *, fresh: bool = False, begin: bool = True) -> RunD
     if fresh and record.is_file():
         _set_aside(root)
     if record.is_file():
-        old = json.loads(record.read_text(encoding="utf-8"))["experiment"]
-        changed = differences(old, experiment(config))
-        if changed:
-            raise ValueError(
-                f"{root} belongs to another experiment; give this one a new name, or --fresh to set the old one aside. "
-                f"Different (old -> new): {'; '.join(changed)}"
-            )
+        check_experiment(record.read_text(encoding="utf-8"), config, str(root))
         return RunDirectory(root=root, state="finished" if (root / "report.json").is_file() else "resume")
     if root.is_dir() and any(path.name not in (beside(record).name, "preview.html") for path in root.iterdir()):
         raise ValueError(f"{root} is not empty and no run of this tool (no run.json); choose another name")
@@ -133,6 +127,16 @@ def open_run(config: Config, *, fresh: bool = False, begin: bool = True) -> RunD
     root.mkdir(parents=True, exist_ok=True)
     write_json(record, {"experiment": experiment(config), "config_fingerprint": config_fingerprint(config)})
     return RunDirectory(root=root, state="new")
+
+
+def check_experiment(record: str, config: Config, where: str) -> None:
+    """Raises ValueError where the run.json of `where` is that of another experiment than `config`."""
+    changed = differences(json.loads(record)["experiment"], experiment(config))
+    if changed:
+        raise ValueError(
+            f"{where} belongs to another experiment; give this one a new name, or --fresh to set the old one aside. "
+            f"Different (old -> new): {'; '.join(changed)}"
+        )
 
 
 def _set_aside(root: Path) -> None:

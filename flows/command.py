@@ -77,7 +77,7 @@ def _parser(name: str, purpose: str, *, fresh: bool, options: Mapping[str, Mappi
         usage="%(prog)s [--config FILE] [--SECTION.FIELD VALUE ...]",
         description=purpose,
         epilog=textwrap.fill(
-            "Layers: the file, then DFLASH_RUNS, DFLASH_CACHE and DFLASH_MLFLOW_URI from the environment, then the options. `null` unsets "
+            "Layers: the file, then DFLASH_RUNS, DFLASH_COPIES, DFLASH_CACHE and DFLASH_MLFLOW_URI from the environment, then the options. `null` unsets "
             "an optional value; lists are written 0,1,2. Exit codes: 0 done, 2 bad input, 3 stopped and resumable.",
             width=110,
         ),

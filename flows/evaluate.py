@@ -29,8 +29,9 @@ from dflash_core.config import Config
 from dflash_core.records import AcceptanceReport
 from dflash_core.rundir import RunDirectory
 from flows import artifacts, console
+from flows.copies import working_in
 from flows.parameters import UNCHANGED, Overrides
-from flows.running import Stopped, in_thread, load_core, opened, stop_requests, stopped_state
+from flows.running import Stopped, in_thread, load_core, stop_requests, stopped_state
 from flows.settings import QUICKSTART, load_config
 from flows.tracking import Tracker, tracking
 
@@ -80,7 +81,7 @@ async def evaluate(config: str = QUICKSTART, overrides: Overrides = UNCHANGED, e
     async with stop_requests() as stop:
         try:
             await in_thread(stop, load_core)
-            with opened(settings, begin=False) as run:
+            async with working_in(settings, stop, begin=False) as run:
                 if endpoint:
                     served = await evaluate_server(settings, run, endpoint, stop)
                     await artifacts.show_served(endpoint, served)

@@ -32,8 +32,9 @@ from dflash_core.data_config import DataConfig
 from dflash_core.records import Manifest
 from dflash_core.rundir import RunDirectory
 from flows import console
+from flows.copies import working_in
 from flows.parameters import UNCHANGED, Overrides
-from flows.running import RETRIES, Stopped, in_thread, load_core, opened, stop_requests, stopped_state
+from flows.running import RETRIES, Stopped, in_thread, load_core, stop_requests, stopped_state
 from flows.settings import QUICKSTART, load_config
 
 SHOW_EVERY_S = 0.5
@@ -165,7 +166,7 @@ async def prepare(config: str = QUICKSTART, overrides: Overrides = UNCHANGED) ->
     async with stop_requests() as stop:
         try:
             await in_thread(stop, load_core)
-            with opened(settings) as run:
+            async with working_in(settings, stop) as run:
                 skipped = await prepare_shards(settings, run, stop)
         except Stopped as reason:
             return stopped_state(reason)

@@ -22,9 +22,10 @@ from prefect.cache_policies import NO_CACHE
 from dflash_core.config import Config
 from dflash_core.rundir import RunDirectory
 from flows import artifacts, console
+from flows.copies import working_in
 from flows.parameters import UNCHANGED, Overrides, given
 from flows.registry import Champion, Registry, content_hash, open_registry
-from flows.running import Stopped, in_thread, load_core, opened, stop_requests, stopped_state
+from flows.running import Stopped, in_thread, load_core, stop_requests, stopped_state
 from flows.settings import QUICKSTART, load_config
 
 
@@ -67,7 +68,7 @@ async def promote(config: str = QUICKSTART, overrides: Overrides = UNCHANGED, dr
     async with stop_requests() as stop:
         try:
             await in_thread(stop, load_core)
-            with opened(settings, begin=False) as run:
+            async with working_in(settings, stop, begin=False) as run:
                 if not run.export.is_dir() or not run.training.is_file():
                     raise ValueError(f"{run.export}: no exported drafter; train first")
                 registry = await in_thread(stop, open_registry, settings)

@@ -1,6 +1,6 @@
 """A run's settings: file, then the environment for `places`, then the command line -> `Config`.
 
-    configs/x.yaml  <  DFLASH_RUNS, DFLASH_CACHE, ...  <  --training.learning_rate 1e-3   (or a deployment's overrides)
+    configs/x.yaml  <  DFLASH_RUNS, DFLASH_COPIES, ...  <  --training.learning_rate 1e-3   (or a deployment's overrides)
 
 Every layer refuses keys it does not know. Nothing here imports torch, Prefect or MLflow, so `--help` answers at once.
 """

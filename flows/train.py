@@ -21,11 +21,12 @@ from dflash_core.config import Config
 from dflash_core.ranks import train_in_ranks
 from dflash_core.rundir import RunDirectory
 from flows import artifacts, console
+from flows.copies import working_in
 from flows.evaluate import evaluate_export, report
 from flows.mlflow_run import tracking_uri
 from flows.parameters import UNCHANGED, Overrides, given
 from flows.prepare import prepare_shards
-from flows.running import RETRIES, Stopped, in_thread, load_core, opened, stop_requests, stopped_state
+from flows.running import RETRIES, Stopped, in_thread, load_core, stop_requests, stopped_state
 from flows.settings import QUICKSTART, load_config
 from flows.tracking import Tracker, open_store, send_rest, tracking
 
@@ -94,7 +95,7 @@ async def train(
         try:
             await in_thread(stop, load_core)
             uri = tracking_uri(settings)
-            with opened(settings, fresh=fresh) as run:
+            async with working_in(settings, stop, fresh=fresh) as run:
                 if run.state == "finished":
                     console.say(f"finished before: {run.root}; --fresh starts anew")
                     value = json.loads(run.report.read_text(encoding="utf-8"))

@@ -98,6 +98,7 @@ SAME = [
     {"name": "other"},
     {"places": {"runs": "elsewhere"}},
     {"places": {"mlflow_uri": "http://x"}},
+    {"places": {"copies": "s3://bucket/runs"}},
     {"pipeline": {"readers": 3}},
     {"pipeline": {"targets": ["cpu", "cpu"]}},
     {"regeneration": {"temperature": 0.5}},
@@ -145,3 +146,11 @@ def test_differences_of_nested_dictionaries() -> None:
 def test_fingerprint_is_canonical() -> None:
     assert fingerprint({"a": 1, "b": [1.5, None]}) == fingerprint({"b": [1.5, None], "a": 1})
     assert fingerprint({}) == "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+
+
+def test_copies_go_to_s3_and_nowhere_else(tmp_path: Path) -> None:
+    for given, place in (("s3://b/k", "s3://b/k"), ("S3://b/k/", "s3://b/k"), ("s3://b", "s3://b"), (None, None)):
+        assert config(tmp_path, places={"copies": given}).places.copies == place
+    for given in ("b/k", "/b/k", "file:///b/k", "s3:/b/k", "s3://", "gs://b/k", ""):
+        with pytest.raises(ValidationError, match=r"no place on S3; write s3://bucket/prefix, or leave it out"):
+            config(tmp_path, places={"copies": given})

@@ -30,12 +30,15 @@ MAY_IMPORT = {
     "planning": ROOMS,
     "preparation": ROOMS | {"rundir"},
     "opening": ROOMS | {"rundir"},
+    "copies": ROOMS | {"rundir", "training"},
+    "fetching": ROOMS | {"rundir", "copies"},
     "measurement": ROOMS | {"rundir", "decoding", "preparation", "opening"},
     "watching": ROOMS | {"rundir", "training", "decoding", "preparation"},
     "assembly": ROOMS | {"rundir", "training", "decoding", "preparation", "opening", "measurement", "planning", "watching"},
     "ranks": BASE | {"rundir"},
     "rank": ROOMS | {"rundir", "training", "assembly"},
-    "flows": ROOMS | {"rundir", "training", "decoding", "preparation", "assembly", "planning", "ranks", "flows"},
+    "flows": ROOMS
+    | {"rundir", "training", "decoding", "preparation", "assembly", "planning", "ranks", "copies", "fetching", "flows"},
 }
 
 

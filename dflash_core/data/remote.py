@@ -32,6 +32,13 @@ def trouble() -> tuple[type[Exception], ...]:
     return (OSError, aiohttp.ClientError, BotoCoreError)
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """Of these, what other credentials may change."""
+    from botocore.exceptions import NoCredentialsError
+
+    return (PermissionError, NoCredentialsError)
+
+
 def list_files(place: str) -> dict[str, tuple[int, str]]:
     """(bytes, ETag) of every object below `place`, by its name there."""
     client, path = open_remote(place)
@@ -101,31 +108,36 @@ def _fetch(place: str, name: str, file: Path, size: int, sha256: str) -> None:
 # ---- a directory -----------------------------------------------------------------------------------------------------
 
 
-def push(directory: Path, place: str) -> int:
+def push(directory: Path, place: str, sums: dict[str, str] | None = None) -> int:
     """Makes `place` the copy of a directory that does not change meanwhile; returns how many objects were sent, 0: it was already.
 
     The old copy.json goes before anything else and the new one comes last, so whoever reads meanwhile finds no copy, never a mixed one.
+    `sums`: what `file_sums` of the directory gives, where that is known.
     """
-    files = {file.relative_to(directory).as_posix(): file for file in sorted(directory.rglob("*")) if file.is_file()}
-    sums = {name: file_sha256(file) for name, file in files.items()}
+    sums = sums or file_sums(directory)
     there = list_files(place)
     if is_whole(place, there) == sums:
         return 0
     if COPY in there:
         _remove(place, [COPY])
-    sent = sum(send_file(file, place, name, sha256=sums[name]) for name, file in sorted(files.items(), key=_manifest_last))
-    _remove(place, there.keys() - files.keys() - {COPY})
+    sent = sum(send_file(directory / name, place, name, sha256=sums[name]) for name in sorted(sums, key=_manifest_last))
+    _remove(place, there.keys() - sums.keys() - {COPY})
     there = list_files(place)
-    copied = {name: {"bytes": there[name][0], SUM: sums[name], "etag": there[name][1]} for name in files}
+    copied = {name: {"bytes": there[name][0], SUM: sums[name], "etag": there[name][1]} for name in sums}
     client, path = open_remote(place)
     content = json.dumps(copied, indent=2).encode()
     patiently(partial(client.pipe_file, f"{path}/{COPY}", content), f"{place}/{COPY}")
     return sent + 1
 
 
-def _manifest_last(item: tuple[str, Path]) -> tuple[bool, str]:
+def file_sums(directory: Path) -> dict[str, str]:
+    """sha256 of every file of a directory, in hex, by its name there."""
+    return {file.relative_to(directory).as_posix(): file_sha256(file) for file in directory.rglob("*") if file.is_file()}
+
+
+def _manifest_last(name: str) -> tuple[bool, str]:
     """Whoever reads shards there without knowing of copy.json goes by their manifest."""
-    return item[0] == "manifest.json", item[0]
+    return name == "manifest.json", name
 
 
 def is_whole(place: str, there: dict[str, tuple[int, str]]) -> dict[str, str] | None:

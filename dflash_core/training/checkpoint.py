@@ -68,30 +68,31 @@ def clean(directory: Path) -> None:
 
 
 def prune(directory: Path, *, keep: int, real: Mapping[int, float] | None = None, evaluating: int = -1) -> None:
-    """Removes all checkpoints but the last `keep`, the best, and that of step `evaluating`.
-
-    The best is the one of the highest real acceptance, `real[step]`; where none was measured, of the highest simulated one, which
-    is the `quality` among its counters.
-    """
-    measured = real or {}
-    states = {path: path / STATE for path in sorted(directory.glob("step-*")) if STEP.match(path.name)}
-    complete = [path for path, state in states.items() if state.is_file()]
-
-    def quality(path: Path) -> float:
-        counters: dict[str, float] = json.loads(states[path].read_text(encoding="utf-8"))["counters"]
-        return counters.get("quality", 0.0)
-
-    older = complete[:-keep]
-    if not older:
-        return
-    judged = [path for path in complete if step_of(path) in measured]
-    values = {path: measured[step_of(path)] for path in judged} or {path: quality(path) for path in complete}
-    best = max(values, key=lambda path: (values[path], path.name))
-    for path in older:
-        if path != best and step_of(path) != evaluating:
-            beside = directory / f".{path.name}.partial"
-            os.rename(path, beside)  # never half a checkpoint under its name
+    """Removes all checkpoints but the last `keep`, the best, and that of step `evaluating`."""
+    states = {path.name: path / STATE for path in sorted(directory.glob("step-*")) if STEP.match(path.name)}
+    found = {name: quality(state.read_text(encoding="utf-8")) for name, state in states.items() if state.is_file()}
+    for name in surplus(found, keep=keep, real=real or {}):
+        if step_of(directory / name) != evaluating:
+            beside = directory / f".{name}.partial"
+            os.rename(directory / name, beside)  # never half a checkpoint under its name
             shutil.rmtree(beside)
+
+
+def surplus(found: Mapping[str, float], *, keep: int, real: Mapping[int, float]) -> list[str]:
+    """Of complete checkpoints, by name with their `quality`: those that are neither among the last `keep` nor the best.
+
+    The best is the one of the highest real acceptance, `real[step]`; where none was measured, of the highest quality.
+    """
+    names = sorted(found)
+    values = {name: real[step] for name in names if (step := step_of(Path(name))) in real} or found
+    best = max(values, key=lambda name: (values[name], name), default=None)
+    return [name for name in names[:-keep] if name != best]
+
+
+def quality(state: str) -> float:
+    """Simulated acceptance, from the text of a state.json."""
+    counters: dict[str, float] = json.loads(state)["counters"]
+    return counters.get("quality", 0.0)
 
 
 def step_of(path: Path) -> int:

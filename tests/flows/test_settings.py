@@ -12,7 +12,7 @@ from flows.settings import QUICKSTART, load_config
 
 @pytest.fixture(autouse=True)
 def only_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DFLASH_RUNS", "DFLASH_MLFLOW_URI"):
+    for name in ("DFLASH_RUNS", "DFLASH_MLFLOW_URI", "DFLASH_COPIES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ENVIRONMENT_DEFAULTS.items():  # set by read_command_line; undone after the test
         monkeypatch.setenv(name, value)
@@ -37,6 +37,8 @@ def test_command_line_beats_environment_beats_file(run_file: Path, monkeypatch: 
     assert load_config(str(run_file)).places.runs == str(run_file.parent / "runs")
     monkeypatch.setenv("DFLASH_RUNS", "/from/environment")
     monkeypatch.setenv("DFLASH_MLFLOW_URI", "")  # empty is not set
+    monkeypatch.setenv("DFLASH_COPIES", "s3://bucket/runs")
+    assert load_config(str(run_file)).places.copies == "s3://bucket/runs"
     assert load_config(str(run_file)).places.runs == "/from/environment"
     assert load_config(str(run_file)).places.mlflow_uri is None
     assert command(run_file, "--places.runs", "/from/options").config.places.runs == "/from/options"
