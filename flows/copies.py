@@ -11,7 +11,8 @@ import contextvars
 import logging
 import random
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -52,7 +53,7 @@ async def working_in(
             left_s = END_S
         finally:
             with anyio.CancelScope(shield=True):
-                await to_thread.run_sync(copier.close, left_s)
+                await to_thread.run_sync(copier.close, left_s, stop.is_set)
 
 
 class Copier:
@@ -95,12 +96,16 @@ class Copier:
         self._warned = False
         return True
 
-    def close(self, left_s: float) -> None:
-        """Sends what is left within `left_s` seconds, and says what could not be sent."""
+    def close(self, left_s: float, stopped: Callable[[], bool]) -> None:
+        """Sends what is left within `left_s` seconds, or STOP_S once a stop is asked for; says what could not be sent."""
         from dflash_core.copies import BEHIND
 
         self._closing.set()
-        self._thread.join(left_s)
+        started = asked = time.monotonic()
+        while self._thread.is_alive() and time.monotonic() < min(started + left_s, asked + STOP_S):
+            if not stopped():
+                asked = time.monotonic()
+            self._thread.join(0.1)
         behind, file = self._copy.behind(), self._run.root / BEHIND
         if not behind:
             file.unlink(missing_ok=True)

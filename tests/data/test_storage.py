@@ -14,7 +14,7 @@ from dflash_core.data import cache as cache_module
 from dflash_core.data.cache import ShardCache
 from dflash_core.data.reader import TokenDataset
 from dflash_core.data.shards import batches_of, read_manifest, write_shards
-from dflash_core.data.storage import fetch_shards, is_remote, local_path, open_remote, push_shards
+from dflash_core.data.storage import check_places, fetch_shards, is_remote, local_path, open_remote, push_shards
 from dflash_core.records import TokenRow
 from tests.data.faulty_proxy import faulty_proxy
 from tests.data.test_reader import Row, assert_reads, make_rows
@@ -132,6 +132,8 @@ def test_places() -> None:
         False,
     ]
     assert local_path("file:///b/k") == local_path("/b/k") == Path("/b/k")
+    with pytest.raises(ValueError, match="bucket/data"):
+        check_places(["bucket/data"])
     with pytest.raises(ValueError, match="no key after the bucket"):
         open_remote("s3://bucket")
 

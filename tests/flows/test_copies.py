@@ -36,6 +36,7 @@ from tests.fakes import make_config
 
 STEPS = 12
 TRAINING = {"epochs": 40, "max_steps": STEPS, "accumulate": 1, "checkpoint_every": 3, "tokens_per_batch": 256}
+SLOW = pytest.mark.slow  # on a busy machine
 ROOT = Path(__file__).parents[2]
 
 
@@ -155,9 +156,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> str:
     return weights(config)
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize("end", [pytest.param("stopped", marks=SLOW), "failed"])
 def test_another_machine_ends_where_an_unbroken_run_does(
     make: Callable[..., Config], straight: str, end: str, caplog: pytest.LogCaptureFixture
@@ -178,6 +176,7 @@ def test_another_machine_ends_where_an_unbroken_run_does(
     assert here(other).items() <= there(other).items()
 
 
+@SLOW
 def test_a_finished_run_is_there_with_its_export(make: Callable[..., Config]) -> None:
     work(make("first"))
     other = make("other")
@@ -286,6 +285,25 @@ def test_a_store_that_resets_and_slows_down_gets_everything(
     assert weights(config) == straight
 
 
+def test_a_stop_request_does_not_wait_for_a_slow_store(
+    make: Callable[..., Config], s3_server: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow_copies, "STOP_S", 0.3)
+    config = make()
+    stop = anyio.Event()
+
+    async def main() -> float:
+        async with working_in(config, stop) as run:
+            preparation.prepare(config, run)
+            stop.set()
+            started = time.monotonic()
+        return time.monotonic() - started
+
+    with through(s3_server, monkeypatch, delay_s=0.3):
+        assert anyio.run(main) < 2
+    assert "shards" in (root(config) / copies.BEHIND).read_text()
+
+
 CHILD = """
 import sys
 from functools import partial
@@ -327,6 +345,7 @@ def test_killed_amid_its_uploads_it_leaves_no_half_directory(
     assert weights(config) == straight
 
 
+@SLOW
 def test_a_machine_that_comes_back_is_told_that_another_is_further(
     make: Callable[..., Config], caplog: pytest.LogCaptureFixture
 ) -> None:
