@@ -6,6 +6,7 @@ Requests commit different numbers of tokens. What a request did not commit is ma
 off; a request alone has no gaps, so its cache is cropped exactly. Requests that ended are taken out of the batch.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ class DecodingTarget:
                 "rejected draft, so this target can be trained for but not decoded here; measure it on a server (--endpoint)"
             )
         self.windowed = bool(kinds & WINDOWED)
+        named = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"  # the older name, which later versions do not know
         self._taps = taps or Taps(decoder_of(model), layer_ids)
 
     def start(self, rows: int) -> None:
@@ -58,9 +61,9 @@ class DecodingTarget:
             input_ids=inputs.to(self.device),
             position_ids=(self._lengths.unsqueeze(1) + columns).to(self.device),
             attention_mask=None if bool(self._valid.all()) else self._valid.long().to(self.device),
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=last.to(self.device) if last_only else 0,
+            **{self._cache_name: self._cache},
         )
         logits = out.logits.float()
         if last_only:
