@@ -62,7 +62,10 @@ def test_train_deployment_runs_to_completed(worker: dict[str, str], run_file: Pa
         cwd=tmp_path,
     )  # fmt: skip
     assert "Completed" in out
-    logged = "\n".join(line["message"] for line in ask(worker, "logs/filter", {"limit": 200}))
+    newest = {"sort": "START_TIME_DESC", "limit": 1, "deployments": {"name": {"any_": ["train"]}}}
+    (flow_run,) = ask(worker, "flow_runs/filter", newest)
+    lines = ask(worker, "logs/filter", {"limit": 200, "logs": {"flow_run_id": {"any_": [flow_run["id"]]}}})
+    logged = "\n".join(line["message"] for line in lines)
     for text in ("cache key", "MissingContextError", "Traceback"):
         assert text not in logged
     assert "prepared: 24 rows" in logged
