@@ -4,10 +4,13 @@ places.mlflow_uri --tracking_uri, connect--> client --experiment, find_run--> ru
 Config --flat_params, tags--> what describes it
 """
 
+import fcntl
 import logging
 import os
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -54,7 +57,19 @@ def connect(uri: str) -> Any:
 
     for name in ("mlflow", "alembic"):  # the first use of a SQLite file prints every migration
         logging.getLogger(name).setLevel(logging.WARNING)
-    return MlflowClient(tracking_uri=uri)
+    if not uri.startswith("sqlite:///"):
+        return MlflowClient(tracking_uri=uri)
+    with _alone(Path(uri.removeprefix("sqlite:///"))):
+        return MlflowClient(tracking_uri=uri)
+
+
+@contextmanager
+def _alone(database: Path) -> Iterator[None]:
+    """One process at a time opens a local store, which makes its tables: the lock that MLflow takes for that differs by process."""
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{database}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def find_run(client: Any, run_id: str) -> Any | None:
