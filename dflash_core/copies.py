@@ -21,7 +21,7 @@ from dflash_core.config import Config
 from dflash_core.data import remote
 from dflash_core.files import write_json
 from dflash_core.rundir import RunDirectory
-from dflash_core.training.checkpoint import STATE, STEP, quality, surplus
+from dflash_core.training.checkpoint import STATE, STEP, complete, quality, surplus
 from dflash_core.training.evaluations import read_evaluations
 
 LOG = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class RunCopy:
     def _directories(self) -> list[str]:
         """What is complete or absent, in the order of sending."""
         run = self._run
-        steps = [path.name for path in run.checkpoints.glob("step-*") if STEP.match(path.name) and (path / STATE).is_file()]
+        steps = [path.name for path in complete(run.checkpoints)]
         names = ["shards", "validation", *(f"checkpoints/{step}" for step in sorted(steps, reverse=True)), "export"]
         return [name for name in names if (run.root / name).is_dir()]
 
@@ -112,8 +112,8 @@ class RunCopy:
 
     def _warn_of_later(self, there: dict[str, tuple[int, str]]) -> None:
         """Says so where another machine went on with the run and this one goes on from before that."""
-        later = max((step for name in there if (step := step_of(name))), default="")
-        here = max((path.name for path in self._run.checkpoints.glob("step-*") if STEP.match(path.name)), default="")
+        later = max((step for name in there if (step := checkpoint_of(name))), default="")
+        here = max((path.name for path in complete(self._run.checkpoints)), default="")
         if later > here and self._whole(f"checkpoints/{later}", there):
             LOG.warning(
                 "%s is further (%s) than this machine (%s), which goes on from what it has; to go on from there, stop and remove %s",
@@ -161,7 +161,7 @@ class RunCopy:
                     known.pop(f"checkpoints/{step}", None)
 
 
-def step_of(name: str) -> str:
+def checkpoint_of(name: str) -> str:
     """`step-00000012` of the objects of a checkpoint, else empty."""
     parts = name.split("/")
     return parts[1] if parts[0] == "checkpoints" and STEP.match(parts[1]) else ""

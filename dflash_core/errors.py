@@ -1,7 +1,9 @@
-"""The error of a task group as the error that caused it."""
+"""Task groups: the error of one as the error that caused it, and its end at a stop request."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import anyio
 
 
 @contextmanager
@@ -18,6 +20,12 @@ def unwrapped() -> Iterator[None]:
             raise first
         finally:
             first.__context__ = context  # its own, not the group
+
+
+async def cancel_when(stop: anyio.Event, scope: anyio.CancelScope) -> None:
+    """A task of a group that ends its `scope` when `stop` is set."""
+    await stop.wait()
+    scope.cancel()
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

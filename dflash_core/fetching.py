@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from dflash_core.config import Config
-from dflash_core.copies import FIRST, RECORD, TRAINED, place_of, step_of
+from dflash_core.copies import FIRST, RECORD, TRAINED, checkpoint_of, place_of
 from dflash_core.data import remote
 from dflash_core.rundir import RunDirectory, check_experiment, hold
 
@@ -69,7 +69,7 @@ def _fetch(place: str, root: Path) -> str:
 
 def _newest(place: str, there: dict[str, tuple[int, str]], making: Path) -> str:
     """The newest checkpoint that is whole, fetched; empty where there is none."""
-    steps = sorted({step for name in there if (step := step_of(name))}, reverse=True)
+    steps = sorted({step for name in there if (step := checkpoint_of(name))}, reverse=True)
     return next((step for step in steps if _fetched(place, f"checkpoints/{step}", making)), "")
 
 

@@ -28,6 +28,7 @@ from dflash_core.decoding.promotion import compare, decide
 from dflash_core.decoding.report import report_markdown, served_markdown, shown
 from dflash_core.decoding.served import measure_served
 from dflash_core.decoding.summary import correlation, report_on
+from dflash_core.errors import cancel_when, unwrapped
 from dflash_core.files import write_json
 from dflash_core.modeling.target import read_facts
 from dflash_core.records import AcceptanceReport, Comparison, Decision, Measurements, ServedReport
@@ -60,21 +61,11 @@ async def measure_endpoint(config: Config, run: RunDirectory, url: str, stop: an
     None when a stop request came first.
     """
     measured: list[ServedReport] | None = None
-    fault: ValueError | None = None
-    async with anyio.create_task_group() as group:
-
-        async def cancel_on_stop() -> None:
-            await stop.wait()
-            group.cancel_scope.cancel()
-
-        group.start_soon(cancel_on_stop)
-        try:
+    with unwrapped():
+        async with anyio.create_task_group() as group:
+            group.start_soon(cancel_when, stop, group.cancel_scope)
             measured = await measure_served(url, config)
-        except ValueError as error:  # kept out of the group, which would wrap it
-            fault = error
-        group.cancel_scope.cancel()
-    if fault is not None:
-        raise fault
+            group.cancel_scope.cancel()
     if measured is None:
         return None
     reports = [dataclasses.asdict(report) for report in measured]
@@ -153,29 +144,18 @@ async def run_side_by_side(commands: list[list[str]], stop: anyio.Event, *, seco
     Raises RuntimeError with the last of its errors where one fails, TimeoutError after `seconds`; all others are killed first.
     """
     done: dict[int, subprocess.CompletedProcess[bytes]] = {}
-    late = False
-    async with anyio.create_task_group() as group:
+    with anyio.move_on_after(seconds) as limit:
+        async with anyio.create_task_group() as group:
 
-        async def cancel_on_stop() -> None:
-            await stop.wait()
-            group.cancel_scope.cancel()
+            async def run_one(number: int) -> None:
+                done[number] = await anyio.run_process(commands[number], check=False)
+                if len(done) == len(commands) or done[number].returncode != 0:
+                    group.cancel_scope.cancel()
 
-        async def run_one(number: int) -> None:
-            done[number] = await anyio.run_process(commands[number], check=False)
-            if len(done) == len(commands) or done[number].returncode != 0:
-                group.cancel_scope.cancel()
-
-        async def cancel_when_late() -> None:
-            nonlocal late
-            await anyio.sleep(seconds)
-            late = True
-            group.cancel_scope.cancel()
-
-        group.start_soon(cancel_on_stop)
-        group.start_soon(cancel_when_late)
-        for number in range(len(commands)):
-            group.start_soon(run_one, number)
-    if late and len(done) < len(commands):
+            group.start_soon(cancel_when, stop, group.cancel_scope)
+            for number in range(len(commands)):
+                group.start_soon(run_one, number)
+    if limit.cancelled_caught and len(done) < len(commands):
         raise TimeoutError(
             f"the evaluation took more than {seconds:g} s (pipeline.evaluation_s) and was ended; the export is there: raise the limit, "
             "or ask less (evaluation.num_prompts, max_new_tokens) or more side by side (evaluation.processes, batch_size)"

@@ -147,6 +147,10 @@ class AnchoredBlocks:
     labels: Tensor  # [B, N, S] int64: the token at anchor + slot
     weights: Tensor  # [B, N, S] float32: 0 on slot 0 and on everything not trained
 
+    def to(self, device: str) -> AnchoredBlocks:
+        """The same on another device."""
+        return AnchoredBlocks(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:

@@ -17,7 +17,7 @@ from typing import Any
 
 from dflash_core.data.cache import patiently, pour
 from dflash_core.data.storage import open_remote
-from dflash_core.files import beside, file_sha256, sync
+from dflash_core.files import beside, file_sha256, sync, written_beside
 
 COPY = "copy.json"
 SUM = "sha256"  # key of an object's metadata
@@ -95,14 +95,16 @@ def _head(place: str, name: str) -> tuple[int, str] | None:
 def _fetch(place: str, name: str, file: Path, size: int, sha256: str) -> None:
     client, path = open_remote(place)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(beside(file), "wb") as out:
-        found = pour(out, size, lambda start, stop: client.cat_file(f"{path}/{name}", start=start, end=stop), f"{place}/{name}")
-    if found != sha256:
-        beside(file).unlink()
-        raise ValueError(
-            f"{place}/{name}: its sha256 is {found[:12]}, not {sha256[:12] or 'known'}: it changed since it was sent"
-        )
-    os.replace(beside(file), file)
+    with written_beside(file) as making:
+        with open(making, "wb") as out:
+            found = pour(
+                out, size, lambda start, stop: client.cat_file(f"{path}/{name}", start=start, end=stop), f"{place}/{name}"
+            )
+        if found != sha256:
+            making.unlink()
+            raise ValueError(
+                f"{place}/{name}: its sha256 is {found[:12]}, not {sha256[:12] or 'known'}: it changed since it was sent"
+            )
 
 
 # ---- a directory -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from dflash_core.config import Config
 from dflash_core.decoding.answered import AnsweredRows
 from dflash_core.decoding.endpoints import Endpoints
 from dflash_core.decoding.turns import Answer, Request, Turns, Unanswered
+from dflash_core.errors import cancel_when
 
 Waiting = tuple[bytes, Turns]  # key, turns not begun
 Finished = tuple[bytes, dict[str, Any]]  # key, row
@@ -75,17 +76,12 @@ async def by_endpoints(
     async with endpoints, anyio.create_task_group() as group:
         group.start_soon(_write, rows_out, progress, on_row)
         async with rows_in, anyio.create_task_group() as asking:
-            asking.start_soon(_cancel_when, stop, asking.cancel_scope)
+            asking.start_soon(cancel_when, stop, asking.cancel_scope)
             async with work_out, anyio.create_task_group() as workers:
                 workers.start_soon(_read, source, work_in)
                 for _ in range(settings.concurrency * len(settings.endpoints)):
                     workers.start_soon(_answer, work_out.clone(), rows_in.clone(), endpoints, progress)
             asking.cancel_scope.cancel()
-
-
-async def _cancel_when(stop: anyio.Event, scope: anyio.CancelScope) -> None:
-    await stop.wait()
-    scope.cancel()
 
 
 async def _read(source: Iterator[Waiting], work: MemoryObjectSendStream[Waiting]) -> None:

@@ -148,7 +148,7 @@ class SnapshotBench:
             )
             if not bool(blocks.block_valid.any()):
                 continue
-            blocks = type(blocks)(**{name: tensor.to(replica.device) for name, tensor in vars(blocks).items()})
+            blocks = blocks.to(replica.device)
             hidden = replica.tap(batch).target_hidden
             context = drafter.context(torch.zeros_like(hidden) if self._zero else hidden)
             states = block_states(drafter, ends.embed, context, blocks, backend="dense")

@@ -69,10 +69,9 @@ def clean(directory: Path) -> None:
 
 def prune(directory: Path, *, keep: int, real: Mapping[int, float] | None = None, evaluating: int = -1) -> None:
     """Removes all checkpoints but the last `keep`, the best, and that of step `evaluating`."""
-    states = {path.name: path / STATE for path in sorted(directory.glob("step-*")) if STEP.match(path.name)}
-    found = {name: quality(state.read_text(encoding="utf-8")) for name, state in states.items() if state.is_file()}
+    found = {path.name: quality((path / STATE).read_text(encoding="utf-8")) for path in complete(directory)}
     for name in surplus(found, keep=keep, real=real or {}):
-        if step_of(directory / name) != evaluating:
+        if step_of(name) != evaluating:
             beside = directory / f".{name}.partial"
             os.rename(directory / name, beside)  # never half a checkpoint under its name
             shutil.rmtree(beside)
@@ -84,7 +83,7 @@ def surplus(found: Mapping[str, float], *, keep: int, real: Mapping[int, float])
     The best is the one of the highest real acceptance, `real[step]`; where none was measured, of the highest quality.
     """
     names = sorted(found)
-    values = {name: real[step] for name in names if (step := step_of(Path(name))) in real} or found
+    values = {name: real[step] for name in names if (step := step_of(name)) in real} or found
     best = max(values, key=lambda name: (values[name], name), default=None)
     return [name for name in names[:-keep] if name != best]
 
@@ -95,9 +94,9 @@ def quality(state: str) -> float:
     return counters.get("quality", 0.0)
 
 
-def step_of(path: Path) -> int:
-    """The step of a checkpoint's directory."""
-    return int(path.name.removeprefix("step-"))
+def step_of(name: str) -> int:
+    """The step of a checkpoint, by its directory's name."""
+    return int(name.removeprefix("step-"))
 
 
 def stored(directory: Path, step: int) -> Path | None:
@@ -108,8 +107,12 @@ def stored(directory: Path, step: int) -> Path | None:
 
 def latest(directory: Path) -> Path | None:
     """The complete checkpoint with the highest step."""
-    steps = [path for path in directory.glob("step-*") if STEP.match(path.name) and (path / STATE).is_file()]
-    return max(steps, key=lambda path: path.name, default=None)
+    return max(complete(directory), key=lambda path: path.name, default=None)
+
+
+def complete(directory: Path) -> list[Path]:
+    """Every complete checkpoint, in no order."""
+    return [path for path in directory.glob("step-*") if STEP.match(path.name) and (path / STATE).is_file()]
 
 
 def load_checkpoint(path: Path) -> tuple[TrainState, dict[str, Any]]:

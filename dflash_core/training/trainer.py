@@ -210,7 +210,7 @@ class Trainer:
         )
         if not bool(blocks.block_valid.any()):
             return NO_ANCHOR
-        blocks = AnchoredBlocks(**{name: tensor.to(self.device) for name, tensor in vars(blocks).items()})
+        blocks = blocks.to(self.device)
         if training.target_features == "zero":
             hidden = torch.zeros_like(hidden)
         bfloat16 = training.autocast == "bfloat16"

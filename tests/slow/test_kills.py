@@ -18,7 +18,7 @@ import pytest
 
 from dflash_core import preparation
 from dflash_core.rundir import RunDirectory, open_run
-from dflash_core.training.checkpoint import latest
+from dflash_core.training.checkpoint import latest, step_of
 from tests.fakes import make_config
 from tests.flows.conftest import ROOT, clean_environment
 from tests.training.test_exact import state, sums
@@ -50,26 +50,30 @@ def wait_for(found: Callable[[], bool], child: subprocess.Popen[str], *, seconds
         time.sleep(0.001)
 
 
+def kill(child: subprocess.Popen[str], run: RunDirectory, *, seconds: float, in_save: bool) -> None:
+    """By its pid, amid the next save or so many seconds from now."""
+    if in_save:
+        wait_for(lambda: half_a_checkpoint(run), child, seconds=20)
+    else:
+        time.sleep(seconds)
+    child.kill()
+    assert child.wait() == -9, "the training had ended before its kill"
+
+
 def killed(file: Path, run: RunDirectory, *, steps: int, seconds: float, in_save: bool) -> bool:
     """Starts the training and kills it after so many new steps and seconds; whether a save was going on."""
     with subprocess.Popen([*CHILD, str(file), "0.03"], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for _, _line in zip(range(steps), child.stdout, strict=False):
             pass
-        if in_save:
-            wait_for(lambda: half_a_checkpoint(run), child, seconds=20)
-        else:
-            time.sleep(seconds)
-        child.kill()
-        assert child.wait() == -9, "the training had ended before its kill"
+        kill(child, run, seconds=seconds, in_save=in_save)
     return half_a_checkpoint(run)
 
 
 def killed_command(file: Path, run: RunDirectory, *, steps: int, seconds: float, in_save: bool) -> bool:
     """The same with the command that users start; its temporary server is killed after it."""
-
     stored, begin = latest(run.checkpoints), time.time()
-    wanted = steps + (0 if stored is None else int(stored.name.removeprefix("step-")))
+    wanted = steps + (0 if stored is None else step_of(stored.name))
 
     def gone_on() -> bool:
         """Lines beyond the checkpoint are cut off when the training resumes, and then written anew."""
@@ -79,12 +83,7 @@ def killed_command(file: Path, run: RunDirectory, *, steps: int, seconds: float,
     with started(file) as child:
         try:
             wait_for(gone_on, child, seconds=600)
-            if in_save:
-                wait_for(lambda: half_a_checkpoint(run), child, seconds=20)
-            else:
-                time.sleep(seconds)
-            child.kill()
-            assert child.wait() == -9, "the command had ended before its kill"
+            kill(child, run, seconds=seconds, in_save=in_save)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -99,12 +98,12 @@ def started(file: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, text=True, start_new_session=True)
 
 
-def kill_often(run: RunDirectory, file: Path, kill: Callable[..., bool]) -> None:
+def kill_often(run: RunDirectory, file: Path, start_and_kill: Callable[..., bool]) -> None:
     """Twenty kills at printed times; at least three of them leave half a checkpoint."""
     rng, halves = random.Random(), 0
     for number in range(KILLS):
         steps, seconds, in_save = rng.randint(3, 5), rng.random() * 0.15, number % 3 == 0
-        half = kill(file, run, steps=steps, seconds=seconds, in_save=in_save)
+        half = start_and_kill(file, run, steps=steps, seconds=seconds, in_save=in_save)
         halves += half
         when, newest = "in a save" if in_save else f"{seconds:.3f} s later", latest(run.checkpoints)
         print(f"kill {number}: {steps} steps and {when}; newest: {newest and newest.name}, half a checkpoint: {half}", flush=True)
