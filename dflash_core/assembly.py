@@ -359,4 +359,4 @@ def export(config: Config, run: RunDirectory) -> Path:
         raise ValueError(f"{run.checkpoints}: no checkpoint to export; train first")
     state, _ = load_checkpoint(path)
     shape = resolve(config, read_facts(config.target.path))
-    return write_export(run.export, state.weights, shape, target=config.target.path)
+    return write_export(run.export, state.drafter, shape, target=config.target.path)

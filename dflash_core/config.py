@@ -64,6 +64,12 @@ class TrainingConfig(Section):
     warmup: Share = Field(0.04, description="Share of all steps that the learning rate rises.")
     schedule: Literal["cosine", "wsd"] = Field("cosine", description="Of the learning rate; wsd: constant, then down to zero.")
     decay: Share = Field(0.2, description="Share of all steps that the rate of wsd falls, linearly, at the end.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: for matrices; vectors stay with AdamW, at the same rate."
+    )
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="Decay of a running mean of the weights, such as 0.999, which is exported in place of the last ones."
+    )
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     clip: PositiveFloat = Field(1.0, description="Largest gradient norm.")
@@ -85,6 +91,10 @@ class TrainingConfig(Section):
         "auto", description="Attention of the drafter. auto: on the CPU grouped, or dense for few keys; on CUDA flex."
     )
     autocast: Literal["none", "bfloat16"] = Field("none", description="Precision of the drafter's matrix products.")
+    compile: bool = Field(
+        False,
+        description="torch.compile of the drafter's layers: about a minute at the start; on the CPU it needs a C++ compiler.",
+    )
     checkpoint_every: Count = Field(500, description="Optimizer steps between checkpoints.")
     max_skipped: Share = Field(
         0.1, description="Training fails when a larger share of the micro-batches is skipped: not finite, or without an anchor."

@@ -12,14 +12,13 @@ frozen head has no gradient of its weights, the drafter's `fc` none of its input
 import math
 from dataclasses import dataclass
 
-from dflash_core.config import Config
+from dflash_core.config import Config, TrainingConfig
 from dflash_core.modeling.census import Census
 from dflash_core.modeling.drafter import tensor_shapes
 from dflash_core.records import DrafterShape, StepMetrics
 from dflash_core.sizes import DTYPE_BYTES, EVALUATED_BLOCKS, batch_bytes, needs_teacher
 
-ADAM_BYTES = 16  # a trained parameter: fp32 master, gradient and two moments
-SAVED_BYTES = 12  # the same in a checkpoint, without the gradient
+MOMENTS = {"adamw": 2, "muon": 1}  # fp32 values a parameter that the optimizer keeps
 TOKEN_BYTES = 5  # of a shard: id and mask
 DISK_BYTES_S = 1.0e9  # assumed, with hashing
 LOGIT_COPIES = 3  # logits, their gradient and one temporary of the loss
@@ -144,7 +143,7 @@ def drafter_room(config: Config, shape: DrafterShape, counted: Census) -> Room:
     ends = counted.embedding + (0 if counted.tied else counted.head)
     return Room(
         parts={
-            "states": ADAM_BYTES * drafter_parameters(shape),
+            "states": (4 + saved_bytes(config.training)) * drafter_parameters(shape),
             "embedding and head": 4 * ends,
             "activations": block_tokens * wide * shape.num_layers * size + LOGIT_COPIES * 2**28,
             "credits": config.pipeline.ahead_bytes,
@@ -157,12 +156,23 @@ def disk_room(config: Config, shape: DrafterShape, *, tokens: float) -> Room:
     parameters = drafter_parameters(shape)
     kept = config.pipeline.keep_checkpoints + 2  # the best one, and one being written
     kept += config.during_training.eval_every is not None  # and one being evaluated
-    return Room(parts={"checkpoints": SAVED_BYTES * parameters * kept, "export": 2 * parameters, "shards": TOKEN_BYTES * tokens})
+    return Room(
+        parts={
+            "checkpoints": saved_bytes(config.training) * parameters * kept,
+            "export": 2 * parameters,
+            "shards": TOKEN_BYTES * tokens,
+        }
+    )
 
 
-def save_seconds(shape: DrafterShape) -> float:
+def saved_bytes(training: TrainingConfig) -> int:
+    """Of a trained parameter in a checkpoint: fp32 master, moments, and the running mean where there is one."""
+    return 4 * (1 + MOMENTS[training.optimizer] + (training.ema is not None))
+
+
+def save_seconds(config: Config, shape: DrafterShape) -> float:
     """Of one checkpoint on a disk of DISK_BYTES_S."""
-    return SAVED_BYTES * drafter_parameters(shape) / DISK_BYTES_S
+    return saved_bytes(config.training) * drafter_parameters(shape) / DISK_BYTES_S
 
 
 # ---- topologies ------------------------------------------------------------------------------------------------------

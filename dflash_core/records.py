@@ -185,7 +185,13 @@ class TrainState:
     position: int
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]  # "<parameter>.exp_avg", "<parameter>.exp_avg_sq"
+    average: dict[str, Tensor] | None = None  # running mean of the weights, where the run has one
     counters: dict[str, Any] = field(default_factory=dict)  # ledger so far
+
+    @property
+    def drafter(self) -> dict[str, Tensor]:
+        """The weights to draft with."""
+        return self.weights if self.average is None else self.average
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ def _data(config: Config, row_tokens: int | None, tokens: float | None) -> tuple
 
 
 def _say_save(config: Config, shape: DrafterShape) -> None:
-    seconds, deadline = planning.save_seconds(shape), config.pipeline.stop_deadline_s
+    seconds, deadline = planning.save_seconds(config, shape), config.pipeline.stop_deadline_s
     verdict = f"within the stop deadline of {deadline:.0f} s"
     if seconds > deadline:
         verdict = (

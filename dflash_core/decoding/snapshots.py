@@ -88,7 +88,7 @@ class SnapshotBench:
             with _on(replica.device), torch.no_grad():
                 drafter = self._empty()
                 drafter.load_state_dict(
-                    state.weights, strict=True, assign=True
+                    state.drafter, strict=True, assign=True
                 )  # in float32 on the same device, not copied again
                 drafter = drafter.to(replica.device, getattr(torch, replica.dtype)).eval()
                 with replica.whole() as (model, taps):

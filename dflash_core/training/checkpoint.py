@@ -1,7 +1,8 @@
 """What training resumes from: `checkpoints/step-00000123/`, complete or absent.
 
-    weights.safetensors   fp32 masters          moments.safetensors   AdamW's two averages, fp32
-    state.json            step, position, counters, what the run depends on, sha256 of both files; written last
+    weights.safetensors   fp32 masters          moments.safetensors   what the optimizer keeps, fp32
+    average.safetensors   running mean of the weights, with training.ema
+    state.json            step, position, counters, what the run depends on, sha256 of these files; written last
 
 A directory is written beside (`.partial`), every file fsynced, and renamed; leftovers of a killed save are removed at the next
 start. There is no random state to keep: anchors and order come from (seed, epoch, row).
@@ -23,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from dflash_core.files import file_sha256, sync
 from dflash_core.records import TrainState
 
-WEIGHTS, MOMENTS, STATE = "weights.safetensors", "moments.safetensors", "state.json"
+WEIGHTS, MOMENTS, AVERAGE, STATE = "weights.safetensors", "moments.safetensors", "average.safetensors", "state.json"
 STEP = re.compile(r"^step-(\d{8})$")
 
 
@@ -41,19 +42,19 @@ def save_checkpoint(directory: Path, state: TrainState, *, depends_on: dict[str,
     beside = directory / f".{final.name}.partial"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in state.weights.items()}, beside / WEIGHTS)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in state.moments.items()}, beside / MOMENTS)
-    sums = {name: file_sha256(beside / name) for name in (WEIGHTS, MOMENTS)}
+    files = {WEIGHTS: state.weights, MOMENTS: state.moments} | ({} if state.average is None else {AVERAGE: state.average})
+    for file, tensors in files.items():
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, beside / file)
     value = {
         "step": state.step,
         "position": state.position,
         "counters": state.counters,
         "depends_on": depends_on,
         "environment": environment(ranks=ranks),
-        "sha256": sums,
+        "sha256": {file: file_sha256(beside / file) for file in files},
     }
     (beside / STATE).write_text(json.dumps(value, indent=2), encoding="utf-8")
-    for name in (WEIGHTS, MOMENTS, STATE):
+    for name in (*files, STATE):
         sync(beside / name)
     sync(beside)
     os.rename(beside, final)
@@ -128,6 +129,7 @@ def load_checkpoint(path: Path) -> tuple[TrainState, dict[str, Any]]:
         position=value["position"],
         weights=load_file(path / WEIGHTS),
         moments=load_file(path / MOMENTS),
+        average=load_file(path / AVERAGE) if AVERAGE in value["sha256"] else None,
         counters=value["counters"],
     )
     return state, value

@@ -1,16 +1,18 @@
-"""AdamW on fp32 masters and a learning rate that is a pure function of the step.
+"""AdamW or Muon on fp32 masters, a learning rate that is a pure function of the step, and the mean of the weights.
 
 Nothing here keeps hidden state: moments are named like their parameters, so that checkpoints are plain tensors.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dflash_core.config import TrainingConfig
+from dflash_core.training.muon import Muon
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # AdamW's two, Muon's one
 
 
 def learning_rate(step: int, *, total: int, training: TrainingConfig) -> float:
@@ -27,25 +29,59 @@ def learning_rate(step: int, *, total: int, training: TrainingConfig) -> float:
     return training.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters, in one kernel for all of them; the rate is set before every step."""
-    return torch.optim.AdamW(
-        module.parameters(), lr=training.learning_rate, betas=training.betas, weight_decay=training.weight_decay, fused=True
-    )
+def make_optimizers(module: nn.Module, training: TrainingConfig) -> tuple[torch.optim.Optimizer, ...]:
+    """AdamW over all parameters, in one kernel for all of them; or Muon for the matrices and AdamW for the rest."""
+    matrices = [parameter for parameter in module.parameters() if training.optimizer == "muon" and parameter.dim() == 2]
+    others = [parameter for parameter in module.parameters() if not any(parameter is matrix for matrix in matrices)]
+    rate, decay = training.learning_rate, training.weight_decay
+    adam = torch.optim.AdamW(others, lr=rate, betas=training.betas, weight_decay=decay, fused=True)
+    return (adam, Muon(matrices, lr=rate, weight_decay=decay)) if matrices else (adam,)
 
 
-def read_moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors as "<parameter>.exp_avg" and "<parameter>.exp_avg_sq"; empty before the first step."""
+def update(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
+    """One step at a learning rate."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+
+
+class Average:
+    """A running mean of the weights (EMA), which is what gets exported where there is one; fp32, beside the weights.
+
+    The first steps weigh less, so that the mean does not remember the start: its decay is at most (1 + n) / (10 + n) at update n.
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self._module, self._decay = module, decay
+        self.mean = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+    @torch.no_grad()
+    def add(self, updates: int) -> None:
+        """The weights after `updates` updates join the mean."""
+        decay = min(self._decay, (1 + updates) / (10 + updates))
+        for name, parameter in self._module.named_parameters():
+            self.mean[name].lerp_(parameter, 1 - decay)
+
+
+def read_moments(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The optimizers' tensors as "<parameter>.exp_avg" and the like; empty before the first step."""
     found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
-        state = optimizer.state.get(parameter, {})
-        found |= {f"{name}.{kind}": state[kind] for kind in MOMENTS if kind in state}
+        for optimizer in optimizers:
+            state = optimizer.state.get(parameter, {})
+            found |= {f"{name}.{kind}": state[kind] for kind in MOMENTS if kind in state}
     return found
 
 
-def write_moments(module: nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, Tensor], step: int) -> None:
-    """The reverse of `read_moments`; `step` is the number of applied updates (for the bias correction)."""
-    for name, parameter in module.named_parameters():
-        if f"{name}.exp_avg" in moments:
-            kept = {kind: moments[f"{name}.{kind}"].to(parameter.device, torch.float32).clone() for kind in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(float(step), device=parameter.device), **kept}
+def write_moments(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], moments: dict[str, Tensor], updates: int
+) -> None:
+    """The reverse of `read_moments`; `updates` is the number of applied ones (for AdamW's bias correction)."""
+    for optimizer in optimizers:
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in module.named_parameters():
+            kept = {kind: moments[f"{name}.{kind}"] for kind in MOMENTS if f"{name}.{kind}" in moments}
+            if parameter in own and kept:
+                kept = {kind: tensor.to(parameter.device, torch.float32).clone() for kind, tensor in kept.items()}
+                optimizer.state[parameter] = {"step": torch.tensor(float(updates), device=parameter.device), **kept}

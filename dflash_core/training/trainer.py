@@ -25,7 +25,7 @@ from dflash_core.sizes import loss_gamma
 from dflash_core.training.checkpoint import clone
 from dflash_core.training.gang import Gang
 from dflash_core.training.halves import give_memory_back, name_memory_error, out_of_memory, tapped_halves
-from dflash_core.training.optimizer import learning_rate, make_optimizer, read_moments, write_moments
+from dflash_core.training.optimizer import Average, learning_rate, make_optimizers, read_moments, update, write_moments
 
 LOG = logging.getLogger(__name__)
 MIN_JUDGED = 20  # micro-batches, and steps, before the share of skipped ones can fail the run
@@ -104,7 +104,11 @@ class Trainer:
         self.quality = 0.0  # simulated acceptance length, averaged over about 1 / QUALITY_RATE steps
         self._ends, self._config = ends, config
         self._gamma = loss_gamma(config)
-        self._optimizer = make_optimizer(self.drafter, config.training)
+        self._optimizers = make_optimizers(self.drafter, config.training)
+        if config.training.compile:
+            for layer in self.drafter.layers:
+                layer.compile(dynamic=True)
+        self._average = Average(self.drafter, config.training.ema) if config.training.ema else None
         self._window = Window(drafter.shape.block_size)
         self._since: float | None = None  # when the step in work began; start-up is reported apart
         self._epoch = 0
@@ -182,7 +186,7 @@ class Trainer:
         return reason
 
     def _in_halves(self, batch: Batch, parts: tuple[TappedBatch, TappedBatch]) -> str | None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self.drafter.zero_grad(set_to_none=True)
         give_memory_back()
         try:
             reasons = [self._forward_backward(part) for part in parts]
@@ -263,13 +267,13 @@ class Trainer:
             norm = float(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), training.clip))
             applied = math.isfinite(norm)
         if applied:
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
+            update(self._optimizers, rate)
             self.updates += 1
+            if self._average:
+                self._average.add(self.updates)
         if window.weight_sum > 0:  # a window of skipped micro-batches is no judgement of the gradient
             self._judge(applied, norm)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.drafter.zero_grad(set_to_none=True)
         if drafts := int(window.counted[1]):
             length = 1 + window.accepted_sum / drafts
             self.quality = self.quality + QUALITY_RATE * (length - self.quality) if self.quality else length
@@ -327,7 +331,8 @@ class Trainer:
             step=self.step,
             position=self.position,
             weights=clone(dict(self.drafter.named_parameters())),
-            moments=clone(read_moments(self.drafter, self._optimizer)),
+            moments=clone(read_moments(self.drafter, self._optimizers)),
+            average=clone(self._average.mean) if self._average else None,
             counters={**self.counters, "updates": self.updates, "quality": self.quality},
         )
 
@@ -337,5 +342,8 @@ class Trainer:
         counters: dict[str, Any] = dict(state.counters)
         self.updates, self.quality = counters.pop("updates"), counters.pop("quality", 0.0)
         self.counters = Counter(counters)
-        write_moments(self.drafter, self._optimizer, state.moments, self.updates)
+        write_moments(self.drafter, self._optimizers, state.moments, self.updates)
+        if self._average:
+            assert state.average is not None, "training.ema is part of the config that the checkpoint depends on"
+            self._average.mean = {name: tensor.to(self.device) for name, tensor in clone(state.average).items()}
         self.step, self.position = state.step, state.position

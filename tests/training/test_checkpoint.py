@@ -44,6 +44,18 @@ def test_round_trip(tmp_path: Path) -> None:
     assert stored["sha256"]["weights.safetensors"] == wanted
 
 
+def test_a_running_mean_of_the_weights_comes_back_and_must_not_be_lost(tmp_path: Path) -> None:
+    averaged = replace(state(), average={name: tensor * 0.5 for name, tensor in state().weights.items()})
+    path = save_checkpoint(tmp_path, averaged, depends_on={})
+    found, _ = load_checkpoint(path)
+    assert found.average is not None
+    assert all(torch.equal(found.average[name], tensor) for name, tensor in (averaged.average or {}).items())
+    assert found.drafter is found.average
+    (path / "average.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"average\.safetensors: missing"):
+        load_checkpoint(path)
+
+
 def test_equal_states_make_equal_files(tmp_path: Path) -> None:
     for place in ("a", "b"):
         save_checkpoint(tmp_path / place, state(), depends_on=DEPENDS_ON)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dflash_core.config import TrainingConfig
-from dflash_core.training.optimizer import learning_rate, make_optimizer, read_moments, write_moments
+from dflash_core.training.optimizer import Average, learning_rate, make_optimizers, read_moments, update, write_moments
 
 
 def test_learning_rate_by_hand() -> None:
@@ -44,23 +44,41 @@ def test_beyond_the_last_step_the_rate_is_zero() -> None:
     assert learning_rate(99, total=10, training=TrainingConfig(learning_rate=1.0)) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_moments_are_named_like_their_parameters_and_go_back() -> None:
-    training = TrainingConfig(learning_rate=0.1, betas=(0.5, 0.75))
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_moments_are_named_like_their_parameters_and_go_back(kind: str) -> None:
+    training = TrainingConfig(learning_rate=0.1, betas=(0.5, 0.75), optimizer=kind)
     module = nn.Linear(3, 2)
-    optimizer = make_optimizer(module, training)
-    assert read_moments(module, optimizer) == {}
+    optimizers = make_optimizers(module, training)
+    assert read_moments(module, optimizers) == {}
     module.weight.grad, module.bias.grad = torch.full((2, 3), 2.0), torch.full((2,), -1.0)
-    optimizer.step()
-    moments = {name: value.clone() for name, value in read_moments(module, optimizer).items()}
+    update(optimizers, 0.1)
+    moments = {name: value.clone() for name, value in read_moments(module, optimizers).items()}
+    of_weight = {"adamw": {"weight.exp_avg": 1.0, "weight.exp_avg_sq": 1.0}, "muon": {"weight.momentum_buffer": 0.1}}
     assert {name: float(value.flatten()[0]) for name, value in moments.items()} == pytest.approx(
-        {"weight.exp_avg": 1.0, "weight.exp_avg_sq": 1.0, "bias.exp_avg": -0.5, "bias.exp_avg_sq": 0.25}
+        of_weight[kind] | {"bias.exp_avg": -0.5, "bias.exp_avg_sq": 0.25}
     )
     other = nn.Linear(3, 2)
     other.load_state_dict(module.state_dict())
-    again = make_optimizer(other, training)
-    write_moments(other, again, moments, step=1)
-    for linear, adam in ((module, optimizer), (other, again)):
-        linear.weight.grad, linear.bias.grad = torch.full((2, 3), 0.3), torch.full((2,), math.pi)
-        adam.step()
+    again = make_optimizers(other, training)
+    write_moments(other, again, moments, updates=1)
+    for linear, both in ((module, optimizers), (other, again)):
+        linear.weight.grad, linear.bias.grad = torch.arange(6.0).view(2, 3), torch.full((2,), math.pi)
+        update(both, 0.2)
     assert torch.equal(module.weight, other.weight)
     assert torch.equal(module.bias, other.bias)
+
+
+def test_the_mean_of_the_weights_by_hand() -> None:
+    module = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        module.weight.fill_(0.0)
+        average = Average(module, 0.5)
+        for updates, value in enumerate((11.0, 12.0), 1):
+            module.weight.fill_(value)
+            average.add(updates)
+    # decays 2/11 and 3/12, both under the 0.5 asked for
+    assert float(average.mean["weight"]) == pytest.approx(0.25 * (9 / 11 * 11.0) + 0.75 * 12.0)
+    with torch.no_grad():
+        module.weight.fill_(0.0)
+        average.add(1000)
+    assert float(average.mean["weight"]) == pytest.approx(0.5 * 11.25)

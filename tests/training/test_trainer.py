@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -422,8 +423,9 @@ def stream(count: int) -> list[TappedBatch]:
     ]
 
 
-def test_restored_training_goes_on_bit_by_bit(build: Any) -> None:
-    straight, before, after = (build(accumulate=2, total_steps=12) for _ in range(3))
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer": "muon", "ema": 0.9}])
+def test_restored_training_goes_on_bit_by_bit(build: Any, optimizer: dict[str, Any]) -> None:
+    straight, before, after = (build(accumulate=2, total_steps=12, **optimizer) for _ in range(3))
     batches = stream(24)
     expected = [m for m in map(straight.train, batches) if m]
     for batch in batches[:11]:  # the eleventh stays in an open window and is trained again
@@ -438,7 +440,33 @@ def test_restored_training_goes_on_bit_by_bit(build: Any) -> None:
     a, b = straight.snapshot(), after.snapshot()
     assert equal(a.weights, b.weights)
     assert equal(a.moments, b.moments)
+    assert equal(a.drafter, b.drafter)
+    assert (a.average is None) == (not optimizer)
     assert a.counters == b.counters
+
+
+def test_a_snapshot_drafts_with_the_mean_of_the_weights(build: Any) -> None:
+    plain, averaged = build(), build(ema=0.5)
+    batches = stream(2)
+    first = next(trainer.train(batches[0]) and trainer.snapshot() for trainer in (plain, averaged))
+    for trainer in (plain, averaged):
+        trainer.train(batches[1])
+    state, start = averaged.snapshot(), weights(build())
+    assert equal(state.weights, weights(plain))  # training itself does not know of it
+    for name, mean in state.drafter.items():
+        by_hand = 0.25 * (2 / 11 * start[name] + 9 / 11 * first.weights[name]) + 0.75 * state.weights[name]
+        assert torch.allclose(mean, by_hand, atol=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled_training_is_eager_training(build: Any) -> None:
+    eager, compiled = build(), build(compile=True)
+    for batch in stream(4):
+        a, b = eager.train(batch), compiled.train(batch)
+        assert b.loss_sum == pytest.approx(a.loss_sum, rel=1e-4)
+        assert b.gradient_norm == pytest.approx(a.gradient_norm, rel=1e-3)
+    assert compiled.snapshot().weights.keys() == eager.snapshot().weights.keys()
 
 
 def test_the_bias_correction_counts_applied_steps_only(build: Any) -> None:

@@ -1,8 +1,15 @@
-"""How good a drafter gets in so many CPU-seconds of training: `python -m tests.benchmarks.stories --dir DIR --set training.loss=kl`.
+"""How good a drafter gets in so many CPU-seconds of training, whatever decides it: objective, optimizer, layout.
 
-The setting in which public trainers were measured: the target stories260K (DFLASH_TEST_ASSETS), 1500 of its own texts, 60 held-out
-openings; taps 1, 2, 3; 3 layers of hidden 64, 4/2 heads of 16, MLP 172; block 8; 16 rows x 12 anchors a step; fp32, one thread.
-Seconds are CPU-seconds of training steps without the target's; the rate is set for as many steps as fit. DIR keeps the texts.
+    python -m tests.benchmarks.quality stories --dir DIR --seconds 60 120 240 --set training.loss=kl --set training.loss=lk
+
+Each --set is a variant of the setting, one or several SECTION.FIELD=VALUE; without one the setting itself. Settings:
+
+    stories      that in which public trainers were measured: the target stories260K (DFLASH_TEST_ASSETS), 1500 of its own texts, 60
+                 held-out openings; taps 1, 2, 3; 3 layers of hidden 64, 4/2 heads of 16, MLP 172; block 8; 16 rows x 12 anchors a step
+    quickstart   configs/quickstart.yaml, 60 of its held-out prompts
+
+fp32, one thread. Seconds are CPU-seconds of training steps without the target's; the schedule is as long as so many steps. DIR keeps
+the texts and what the target says about them.
 """
 
 import argparse
@@ -13,6 +20,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,11 +32,10 @@ from dflash_core.config import Config
 from dflash_core.data.batches import BufferPool, assemble
 from dflash_core.data.chat import open_chat, served_ids
 from dflash_core.data.plan import lay_out, plan
-from dflash_core.data.prompts import read_prompts
+from dflash_core.data.prompts import read_prompt_sets
 from dflash_core.data.reader import TokenDataset, find_shards
 from dflash_core.data.tokenization import load_tokenizer
 from dflash_core.decoding.replay import replay_drafter
-from dflash_core.decoding.speculate import DecodingTarget, greedy
 from dflash_core.decoding.summary import acceptance_length
 from dflash_core.modeling.drafter import new_drafter
 from dflash_core.modeling.target import TapReplica, load_ends, load_model, read_facts
@@ -43,19 +50,33 @@ HELD_OUT, TEXTS = 60, 1500
 TIMED_STEPS = 25  # of a throwaway drafter, to know how many fit
 
 
-def make_config(root: Path, changes: list[str]) -> Config:
-    """The setting above, with `training.loss=kl` and the like changed."""
-    values: dict[str, Any] = {
-        "name": "stories",
+def stories_setting(root: Path) -> dict[str, Any]:
+    """Values of the setting `stories`; writes the target's texts where they are not there."""
+    if not (root / "texts.jsonl").exists():
+        write_texts(root)
+    return {
         "target": {"path": str(root / "target"), "dtype": "float32"},
         "data": {"conversations": str(root / "texts.jsonl"), "max_length": 320, "min_kept": 0.8},
         "drafter": {"num_layers": 3, "block_size": 8, "target_layer_ids": [1, 2, 3], "mask_token_id": 3}
         | {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 172},
-        "training": {"epochs": 10_000, "tokens_per_batch": 5120, "anchors_per_row": 12, "anchors_per_batch": 192}
-        | {"learning_rate": 1.6e-2},
+        "training": {"tokens_per_batch": 5120, "anchors_per_row": 12, "anchors_per_batch": 192, "learning_rate": 1.6e-2},
+        "pipeline": {},
         "evaluation": {"prompts": str(root / "openings.jsonl"), "max_new_tokens": 200, "dtype": "float32"},
-        "places": {"runs": str(root / "runs")},
     }
+
+
+def quickstart_setting() -> dict[str, Any]:
+    """Values of the setting `quickstart`."""
+    values = yaml.safe_load(Path("configs/quickstart.yaml").read_text(encoding="utf-8"))
+    values["training"].pop("max_steps")
+    values["evaluation"]["num_prompts"] = HELD_OUT
+    return values
+
+
+def changed(values: dict[str, Any], root: Path, changes: list[str]) -> Config:
+    """The setting with `training.loss=kl` and the like changed."""
+    values = json.loads(json.dumps(values)) | {"name": "quality", "places": {"runs": str(root / "runs")}}
+    values["training"]["epochs"] = 10_000
     for change in changes:
         key, value = change.split("=", 1)
         section, field = key.split(".")
@@ -83,42 +104,26 @@ class Bench:
     """Rows with what the target says about them, and held-out texts, all made once and outside of any time."""
 
     def __init__(self, config: Config) -> None:
-        run = RunDirectory(root=Path(config.places.runs) / "stories", state="new")  # changed settings share the shards
+        run = RunDirectory(root=Path(config.places.runs) / config.name, state="new")  # variants share the shards
         run.root.mkdir(parents=True, exist_ok=True)
         preparation.prepare(config, run)
         self.config = config
         self.shape = resolve(config, read_facts(config.target.path))
         self.dataset = TokenDataset([find_shards(run.shards)])
         self.ends = load_ends(config.target.path, dtype="float32", device="cpu", attention="auto")
-        self.replica = TapReplica(
-            config.target.path,
-            layer_ids=self.shape.target_layer_ids,
-            dtype="float32",
-            device="cpu",
-            attention="auto",
-            teacher=True,
-        )
-        kept = Path(config.places.runs) / "taps.pt"
+        kept = run.root / "taps.pt"
         if not kept.exists():
-            rows = [self.tap(self.dataset.row(i)[0].tolist()) for i in range(len(self.dataset))]
-            torch.save((rows, [(text, first, self.tap(text).target_hidden) for text, first in self.answers()]), kept)
+            replica = TapReplica(
+                config.target.path,
+                layer_ids=self.shape.target_layer_ids,
+                dtype="float32",
+                device="cpu",
+                attention="auto",
+                teacher=True,
+            )
+            rows = [tap(replica, self.dataset.row(i)[0].tolist()) for i in range(len(self.dataset))]
+            torch.save((rows, [(text, first, tap(replica, text).target_hidden) for text, first in answers(config)]), kept)
         self.rows, self.held_out = torch.load(kept, weights_only=False)
-
-    def tap(self, ids: list[int]) -> TappedBatch:
-        """What the target says about one row."""
-        return self.replica.tap(make_batch([(ids, [1] * len(ids))]))
-
-    def answers(self) -> Iterator[tuple[list[int], int]]:
-        """(text, number of its first generated token) of every held-out opening."""
-        model = load_model(self.config.target.path, dtype="float32", device="cpu", attention="auto")
-        target = DecodingTarget(model, self.shape.target_layer_ids, device="cpu")
-        tokenizer = load_tokenizer(self.config.target.path)
-        stop_ids = frozenset(read_facts(self.config.target.path).eos_ids)
-        chat = open_chat(tokenizer, stop_ids=stop_ids, date=None, thinking=None)
-        for (opening,) in read_prompts(self.config.evaluation.prompts):
-            prompt = served_ids(chat, [{"role": "user", "content": opening}])
-            alone, _ = greedy(target, prompt, max_new_tokens=self.config.evaluation.max_new_tokens, stop_ids=stop_ids)
-            yield [*prompt, *alone.tokens], len(prompt)
 
     def batches(self, seed: int) -> Iterator[TappedBatch]:
         """Micro-batches as a run has them, their hidden states put together from the rows'."""
@@ -147,12 +152,12 @@ class Bench:
 
     def train(self, seed: int, steps: int) -> dict[str, Any]:
         """Trains that many steps and measures."""
-        trainer, spent, last = self.trainer(seed, steps), 0.0, []
+        trainer, seconds, losses = self.trainer(seed, steps), [], []
         for tapped in self.batches(seed):
             start = time.process_time()
             metrics = trainer.train(tapped)
-            spent += time.process_time() - start
-            last = [*last[-49:], metrics.loss_sum / metrics.weight_sum]
+            seconds.append(time.process_time() - start)
+            losses = [*losses[-49:], metrics.loss_sum / metrics.weight_sum]
             if trainer.done:
                 break
         drafter, size = trainer.drafter, trainer.drafter.shape.block_size
@@ -163,29 +168,47 @@ class Bench:
         return {
             "seed": seed,
             "steps": steps,
-            "cpu_s": round(spent, 1),
-            "ms_a_step": round(1e3 * spent / steps, 1),
-            "loss": round(sum(last) / len(last), 4),
+            "cpu_s": round(sum(seconds), 1),
+            "ms_a_step": round(1e3 * median(seconds), 1),
+            "loss": round(sum(losses) / len(losses), 4),
             "acceptance_length": round(acceptance_length(rounds), 3),
         }
 
 
+def tap(replica: TapReplica, ids: list[int]) -> TappedBatch:
+    """What the target says about one row."""
+    return replica.tap(make_batch([(ids, [1] * len(ids))]))
+
+
+def answers(config: Config) -> Iterator[tuple[list[int], int]]:
+    """(text, number of its first generated token) of every held-out prompt, greedy."""
+    model = load_model(config.target.path, dtype="float32", device="cpu", attention="auto")
+    stop_ids = read_facts(config.target.path).eos_ids
+    chat = open_chat(load_tokenizer(config.target.path), stop_ids=frozenset(stop_ids), date=None, thinking=None)
+    for prompt in read_prompt_sets(config.evaluation)[0].prompts:
+        ids = torch.tensor([served_ids(chat, prompt[:1])])
+        limit = config.evaluation.max_new_tokens
+        text = model.generate(ids, max_new_tokens=limit, do_sample=False, eos_token_id=list(stop_ids), pad_token_id=stop_ids[0])
+        yield text[0].tolist(), ids.shape[1]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("setting", choices=["stories", "quickstart"])
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--seconds", type=float, nargs="*", default=[60, 120, 240])
     parser.add_argument("--steps", type=int, nargs="*", default=[], help="instead of --seconds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.FIELD=VALUE")
+    parser.add_argument("--set", nargs="+", action="append", default=[], metavar="SECTION.FIELD=VALUE")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if not (arguments.dir / "texts.jsonl").exists():
-        write_texts(arguments.dir)
-    bench = Bench(make_config(arguments.dir, arguments.set))
-    counts = arguments.steps or [int(seconds / bench.step_seconds()) for seconds in arguments.seconds]
-    for steps in counts:
-        for seed in arguments.seeds:
-            print(json.dumps({"set": arguments.set, **bench.train(seed, steps)}), flush=True)
+    root = arguments.dir / arguments.setting
+    values = stories_setting(root) if arguments.setting == "stories" else quickstart_setting()
+    for changes in arguments.set or [[]]:
+        bench = Bench(changed(values, root, changes))
+        counts = arguments.steps or [int(seconds / bench.step_seconds()) for seconds in arguments.seconds]
+        for steps, seed in itertools.product(counts, arguments.seeds):
+            print(json.dumps({"set": changes, **bench.train(seed, steps)}), flush=True)
 
 
 if __name__ == "__main__":
