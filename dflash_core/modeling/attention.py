@@ -11,6 +11,7 @@ Visibility follows positions, never block numbers. A padding block sees its own 
     flex      FlexAttention with the rule as a block mask; CUDA
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -69,6 +70,11 @@ class BlockView:
         return block_mask(self.anchor_positions, self.block_valid, context_length=self.context_length, block_size=self.block_size)
 
     @cached_property
+    def additive(self) -> Tensor:
+        """`mask` as 0 and -inf in fp32, made once: given the mask, the kernel makes this in every layer."""
+        return torch.zeros(self.mask.shape, device=self.mask.device).masked_fill_(~self.mask, -math.inf)
+
+    @cached_property
     def runs(self) -> list[Run]:
         """How `grouped` reads the context."""
         return runs_of_blocks(self.anchor_positions, self.block_valid)
@@ -101,7 +107,8 @@ def attend(query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Ten
     if view is not None and view.backend == "flex":
         query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast the norms give fp32
         return _flex(query.is_cuda)(query, key, value, block_mask=view.flex_mask, enable_gqa=shared)
-    return scaled_dot_product_attention(query, key, value, attn_mask=None if view is None else view.mask, enable_gqa=shared)
+    mask = None if view is None else view.additive.to(query.dtype)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=shared)
 
 
 @cache

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_core.modeling.attention import BlockView, attend
+from dflash_core.modeling.fused import rms_norm, rotate
 from dflash_core.records import DrafterShape
 
 KeyValue = tuple[Tensor, Tensor]  # [B, kv_heads, T, head_dim] each
@@ -28,9 +29,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Rotary(nn.Module):
@@ -45,13 +44,6 @@ class Rotary(nn.Module):
         angles = positions.unsqueeze(-1).float() * self.theta**-exponents  # [B, T, head_dim / 2]
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, heads, T, head_dim] by cos, sin [B, T, head_dim]."""
-    half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return x * cos.unsqueeze(1).to(x.dtype) + turned * sin.unsqueeze(1).to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -134,7 +134,6 @@ class _Fused(torch.autograd.Function):
             loss_sum += (losses * weights).sum()
             weight_sum += weights.sum()
             if gradient is not None:
-                towards.mul_(weights.unsqueeze(-1))
                 (gradient[part],) = torch.autograd.grad(logits, x, towards.to(logits.dtype))
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(weight_sum, right)
@@ -147,54 +146,60 @@ class _Fused(torch.autograd.Function):
 
 
 def _losses(logits: Tensor, teacher: Tensor | None, given: _Given, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss [n], weight [n], gradient of the loss towards the logits [n, V] fp32, right [n]) of a chunk's logits [n, V]."""
-    labels, terms = given.labels[part], given.terms
-    right = logits.argmax(-1) == labels
-    log_q = logits.float().log_softmax(-1)
-    cross_entropy = -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    """(loss [n], weight [n], weighted gradient towards the logits [n, V] fp32, right [n]) of a chunk's logits [n, V].
+
+    The logits are overwritten: passes over them are what this costs.
+    """
+    labels, terms = given.labels[part].unsqueeze(-1), given.terms
+    log_q = logits.float()
+    top, guess = log_q.max(-1, keepdim=True)
+    log_q.sub_(top)
+    at_label = log_q.gather(-1, labels)
+    q = log_q.exp_() if teacher is None else log_q.exp()  # times `total`
+    total = q.sum(-1, keepdim=True)
+    cross_entropy = (total.log() - at_label).squeeze(-1)
     weights = given.weights[part]
     if given.dpace_alpha is not None:
         weights = dpace_weights(cross_entropy.neg().exp(), given.block[part], given.slots[part], alpha=given.dpace_alpha)
     to_token = terms.get("ce", 0.0)
+    losses, column = to_token * cross_entropy, weights.unsqueeze(-1)
     if teacher is None:
-        towards = log_q.exp_().mul_(to_token)
-        losses = to_token * cross_entropy
+        towards = q.mul_(to_token * column / total)
     else:
-        losses, towards = _teacher_losses(log_q, teacher.float().log_softmax(-1), terms)
-        towards.add_(log_q.exp_(), alpha=to_token)
-        losses = losses + to_token * cross_entropy
-    towards.scatter_add_(-1, labels.unsqueeze(-1), torch.full_like(towards[:, :1], -to_token))
-    return losses, weights, towards, right
+        q.div_(total)
+        compared, towards = _teacher_losses(log_q.sub_(total.log()), q, teacher.float().log_softmax(-1), terms)
+        losses = losses + compared
+        towards.add_(q, alpha=to_token).mul_(column)
+    towards.scatter_add_(-1, labels, -to_token * column)
+    return losses, weights, towards, guess.squeeze(-1) == labels.squeeze(-1)
 
 
-def _teacher_losses(log_q: Tensor, log_p: Tensor, terms: Mapping[LossTerm, float]) -> tuple[Tensor, Tensor]:
+def _teacher_losses(log_q: Tensor, q: Tensor, log_p: Tensor, terms: Mapping[LossTerm, float]) -> tuple[Tensor, Tensor]:
     """(loss [n], gradient towards the logits [n, V]) of the terms that compare with the target's distribution.
 
     With c the share of (p, q) terms and o = sum min(p, q): d kl = q - p, and d o = q (1[q < p] - sum of q where q < p).
     """
-    q, p = log_q.exp(), log_p.exp()
-    below = (q < p).to(q.dtype)
-    overlap = torch.minimum(p, q).sum(-1)  # [n]
-    entropy = -(p * log_p.clamp(min=-1e4)).sum(-1)  # a token that the target excludes has p = 0
-    soft = -(p * log_q).sum(-1)
-    share = torch.exp(-3 * overlap)
-    kl_like = terms.get("soft_ce", 0.0) + terms.get("kl", 0.0) + terms.get("lk", 0.0) * share
-    tv_like = terms.get("tv", 0.0) + terms.get("lk", 0.0) * (1 - share)
-    bounded = overlap.clamp(min=LEAST_OVERLAP)
-    to_overlap = tv_like + terms.get("nla", 0.0) / bounded * (overlap > LEAST_OVERLAP)
-    losses = (
-        terms.get("soft_ce", 0.0) * soft
-        + (kl_like - terms.get("soft_ce", 0.0)) * (soft - entropy)
-        + tv_like * (1 - overlap)
-        - terms.get("nla", 0.0) * bounded.log()
-    )
-    seen = (q * below).sum(-1, keepdim=True)
-    towards = (q - p).mul_(_column(kl_like, q)) - _column(to_overlap, q) * q * (below - seen)
+    p = log_p.exp()
+    soft_ce, nla, lk = (terms.get(name, 0.0) for name in ("soft_ce", "nla", "lk"))
+    kl, tv = (torch.full_like(log_p[:, 0], terms.get(name, 0.0)) for name in ("kl", "tv"))  # [n]
+    losses, towards = torch.zeros_like(kl), q - p
+    if terms.keys() & {"tv", "nla", "lk"}:
+        below = (q < p).to(q.dtype)
+        overlap = torch.minimum(p, q).sum(-1)  # [n]
+        share = torch.exp(-3 * overlap)
+        kl, tv = kl + lk * share, tv + lk * (1 - share)
+        bounded = overlap.clamp(min=LEAST_OVERLAP)
+        losses = tv * (1 - overlap) - nla * bounded.log()
+        to_overlap = tv + nla / bounded * (overlap > LEAST_OVERLAP)
+        below.sub_((q * below).sum(-1, keepdim=True)).mul_(q).mul_(to_overlap.unsqueeze(-1))
+        towards.mul_((soft_ce + kl).unsqueeze(-1)).sub_(below)
+    elif soft_ce + terms.get("kl", 0.0) != 1:
+        towards.mul_((soft_ce + kl).unsqueeze(-1))
+    if terms.keys() & {"soft_ce", "kl", "lk"}:
+        soft = -(p * log_q).sum(-1)
+        entropy = -(p * log_p.clamp(min=-1e4)).sum(-1)  # a token that the target excludes has p = 0
+        losses = losses + soft_ce * soft + kl * (soft - entropy)
     return losses, towards
-
-
-def _column(value: Tensor | float, like: Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(-1, 1)
 
 
 def dpace_weights(q: Tensor, block: Tensor, slots: Tensor, *, alpha: float) -> Tensor:
