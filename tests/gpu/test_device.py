@@ -46,6 +46,20 @@ def test_a_shared_device_trains_what_the_cpu_trains(tmp_path: Path, target_dir: 
     assert found["cuda:0"] == pytest.approx(found["cpu"], rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("changes", "tolerance"), [({"autocast": "bfloat16"}, 2e-2), ({"compile": True}, 1e-3), ({"attention": "dense"}, 1e-3)]
+)
+def test_switches_train_what_plain_float32_trains(
+    tmp_path: Path, target_dir: Path, changes: dict[str, Any], tolerance: float
+) -> None:
+    found = []
+    for name, switches in (("plain", {}), ("switched", changes)):
+        pipeline: dict[str, Any] = {"targets": ["cuda:0"], "drafter": "cuda:0"}
+        training = {"epochs": 2, **switches}
+        found.append(losses(train(make_config(tmp_path, target_dir, name=name, pipeline=pipeline, training=training))[1]))
+    assert found[1] == pytest.approx(found[0], rel=tolerance)
+
+
 def test_states_are_whole_when_the_next_tap_runs_already() -> None:
     """Constants through 2,000 taps on a stream of their own, read on the default stream under allocator pressure."""
     carrier, nothing = Carrier("cuda:0", "cuda:0"), torch.zeros(0)
