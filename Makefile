@@ -1,6 +1,7 @@
 # make quickstart   a fresh clone to a measured drafter, on the CPU        make test   what CI runs
 PYTHON ?= python3
 VENV   ?= .venv
+SERVING := .venv-serving
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
@@ -39,8 +40,14 @@ test: lint
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow --timeout 3600
 
-test-serving: $(VENV)/.installed-dev
-	$(PYTEST) -m serving
+test-serving: $(VENV)/.installed-dev $(SERVING)/.installed
+	$(PYTEST) -m serving --timeout 1800
+
+# vLLM and z-lab's package pin other versions than ours and name packages that they do not use: exactly the pins, nothing else.
+$(SERVING)/.installed: constraints-serving.txt
+	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --requirement $<
+	touch $@
 
 test-gpu: $(VENV)/.installed-dev
 	$(PYTEST) -m gpu
@@ -58,4 +65,4 @@ down:
 	BIN=$(BIN) infra/local down
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(SERVING) runs

@@ -76,7 +76,7 @@ class DraftCache:
                 anchor_positions=lengths, block_valid=every, context_length=longest, block_size=self._size, backend="dense"
             )
         embeddings = self._ends.embed(block).to(self._drafter.fc.weight.dtype)
-        states = self._drafter(embeddings, lengths + torch.arange(self._size, device=device), context, view)
+        states = self._drafter.denoise(embeddings, lengths + torch.arange(self._size, device=device), context, view)
         drafts = self._ends.head(states[:, 1:].to(self._ends.head_dtype)).argmax(-1).tolist()
         fits = (self._lengths + self._size <= shape.max_positions).tolist()
         return [draft if fit else [] for draft, fit in zip(drafts, fits, strict=True)]

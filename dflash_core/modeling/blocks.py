@@ -39,7 +39,7 @@ def block_states(
         backend=choose_backend(backend, keys.device.type, keys=keys.shape[2] + count * size),
     )
     embeddings = embed(blocks.block_ids.flatten(1)).to(keys.dtype)
-    return drafter(embeddings, positions, context, view).view(rows, count, size, -1)
+    return drafter.denoise(embeddings, positions, context, view).view(rows, count, size, -1)
 
 
 def at_labels(last_hidden: Tensor, blocks: AnchoredBlocks) -> Tensor:

@@ -6,12 +6,18 @@
 Tensor names and arithmetic are those of z-lab's checkpoints (11 L + 3 tensors, no prefix, neither embedding nor head). The
 context enters attention without input_layernorm, and its keys and values are computed once per token: training computes
 them for a whole row, decoding adds those of newly committed tokens to a cache.
+
+    training and our decoding: context, denoise        transformers' generate(assistant_model=drafter): forward, config, device
 """
 
+from functools import cached_property
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import Cache, Qwen3Config
+from transformers.modeling_outputs import BaseModelOutput
 
 from dflash_core.modeling.attention import BlockView, attend
 from dflash_core.modeling.fused import rms_norm, rotate
@@ -121,7 +127,7 @@ class Drafter(nn.Module):
         rotary = self.rotary((start + torch.arange(length, device=target_hidden.device)).expand(rows, -1))
         return [cast(Layer, layer).self_attn.keys_values(states, rotary) for layer in self.layers]
 
-    def forward(self, embeddings: Tensor, positions: Tensor, context: list[KeyValue], view: BlockView | None = None) -> Tensor:
+    def denoise(self, embeddings: Tensor, positions: Tensor, context: list[KeyValue], view: BlockView | None = None) -> Tensor:
         """Final-normed states [B, Q, H] of block slots given their embeddings [B, Q, H] and absolute positions [B, Q].
 
         `view` says what each slot sees; None: everything (one block, context up to its anchor).
@@ -130,6 +136,48 @@ class Drafter(nn.Module):
         for layer, key_value in zip(self.layers, context, strict=True):
             embeddings = layer(embeddings, rotary, key_value, view)
         return self.norm(embeddings)
+
+    def forward(
+        self,
+        noise_embeds: Tensor,
+        context_hidden_states: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        cache: Cache,
+    ) -> BaseModelOutput:
+        """A pass as `target.generate(assistant_model=drafter, speculation_type="dflash")` of transformers makes it.
+
+        noise_embeds [1, S, H]: the block's, anchor first. context_hidden_states [1, n, K*H]: of the tokens committed since the
+        last pass, position_ids [1, n + S] theirs and the block's. `cache` gets the context and S empty places: the caller takes
+        the block's off before the next pass. Raises ValueError where `attention_mask` hides a token, since nothing may be padded.
+        """
+        if attention_mask is not None and not bool(attention_mask.all()):
+            hidden = int((attention_mask == 0).sum())
+            raise ValueError(f"attention_mask hides {hidden} of {attention_mask.numel()} tokens: give the prompt without padding")
+        size, dtype = noise_embeds.shape[1], self.fc.weight.dtype
+        context = []
+        for number, pair in enumerate(self.context(context_hidden_states.to(dtype), start=position_ids[:, :1])):
+            key, value = cache.update(*(pad(part, (0, 0, 0, size)) for part in pair), number)
+            context.append((key[:, :, :-size], value[:, :, :-size]))
+        states = self.denoise(noise_embeds.to(dtype), position_ids[:, -size:], context)
+        return BaseModelOutput(last_hidden_state=states.to(noise_embeds.dtype))
+
+    @cached_property
+    def config(self) -> Qwen3Config:
+        """What transformers reads of a drafter: its block, and the layers that its cache is made for."""
+        shape = self.shape
+        return Qwen3Config(
+            block_size=shape.block_size,
+            mask_token_id=shape.mask_token_id,
+            target_layer_ids=list(shape.target_layer_ids),
+            num_hidden_layers=shape.num_layers,
+            layer_types=["full_attention"] * shape.num_layers,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.fc.weight.device
 
 
 def new_drafter(shape: DrafterShape, seed: int) -> Drafter:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from dflash_core.modeling.attention import Backend, BlockView
 from dflash_core.modeling.drafter import Drafter, new_drafter, tensor_shapes
@@ -69,7 +70,7 @@ def slow_block(drafter: Drafter, taps: Tensor, embeddings: Tensor, anchor: int) 
     "changes", [{}, {"num_heads": 6, "num_kv_heads": 1, "head_dim": 4, "num_layers": 1}, {"num_kv_heads": 4, "rope_theta": 1e6}]
 )
 @pytest.mark.parametrize("backend", ["dense", "grouped", "flex"])
-def test_forward_equals_the_slow_version(changes: dict[str, Any], backend: Backend) -> None:
+def test_denoise_equals_the_slow_version(changes: dict[str, Any], backend: Backend) -> None:
     drafter = make_drafter(**changes)
     shape = drafter.shape
     generator = torch.Generator().manual_seed(3)
@@ -83,10 +84,26 @@ def test_forward_equals_the_slow_version(changes: dict[str, Any], backend: Backe
     )
     with torch.no_grad():
         context = drafter.context(taps)
-        fast = drafter(embeddings.view(1, -1, shape.hidden_size), positions, context, view)
+        fast = drafter.denoise(embeddings.view(1, -1, shape.hidden_size), positions, context, view)
     for j, anchor in enumerate(anchors):
         slow = slow_block(drafter, taps[0], embeddings[j], anchor)
         torch.testing.assert_close(fast[0, j * size : (j + 1) * size], slow, atol=2e-5, rtol=1e-4)
+
+
+def test_forward_reads_the_context_as_it_grows() -> None:
+    """Passes with the tokens committed since the last one see what one pass over all of them sees."""
+    drafter = make_drafter()
+    shape, size = drafter.shape, drafter.shape.block_size
+    generator = torch.Generator().manual_seed(4)
+    taps = torch.randn(1, 9, len(shape.target_layer_ids) * shape.hidden_size, generator=generator)
+    cache = DynamicCache(config=drafter.config)
+    for start, end in [(0, 5), (5, 6), (6, 9)]:
+        block = torch.randn(1, size, shape.hidden_size, generator=generator)
+        cache.crop(-size if start else 0)
+        with torch.no_grad():
+            found = drafter(block, taps[:, start:end], torch.arange(start, end + size).unsqueeze(0), None, cache)
+        slow = slow_block(drafter, taps[0], block[0], end)
+        torch.testing.assert_close(found.last_hidden_state[0], slow, atol=2e-5, rtol=1e-4)
 
 
 def test_new_drafter_depends_on_its_seed_alone() -> None:
