@@ -131,6 +131,11 @@ def read_shape(directory: Path) -> tuple[DrafterShape, str]:
     if not path.is_file():
         raise ValueError(f"{directory}: no {CONFIG}, so this is no exported drafter")
     config = json.loads(path.read_text(encoding="utf-8"))
+    return parse_shape(config, str(path)), config.get("target_model", "")
+
+
+def parse_shape(config: dict[str, Any], path: str) -> DrafterShape:
+    """Sizes from a config.json of our format. Raises ValueError as `read_shape`."""
     nested = config.get("dflash_config")
     if not isinstance(nested, dict) or {"mask_token_id", "target_layer_ids"} - nested.keys():
         raise ValueError(f"{path}: dflash_config with mask_token_id and target_layer_ids is missing; is this a DFlash drafter?")
@@ -143,7 +148,7 @@ def read_shape(directory: Path) -> tuple[DrafterShape, str]:
         mask_token_id=nested["mask_token_id"],
         target_layer_ids=tuple(nested["target_layer_ids"]),
     )
-    return shape, config.get("target_model", "")
+    return shape
 
 
 def load_export(directory: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Drafter:
