@@ -32,6 +32,7 @@ from dflash_core.data.plan import Layout, lay_out, limit_lengths, plan, share_of
 from dflash_core.data.prompts import read_prompt_sets
 from dflash_core.data.reader import TokenDataset
 from dflash_core.decoding.export import write_export
+from dflash_core.decoding.warm_start import check_start, start_weights
 from dflash_core.files import write_json
 from dflash_core.measurement import evaluate as evaluate
 from dflash_core.measurement import judge as judge
@@ -72,7 +73,10 @@ def check(config: Config) -> tuple[TargetFacts, DrafterShape]:
             choose_attention(config.target.attention, device)
     check_backend(config.training.attention, config.pipeline.drafter)
     facts = read_facts(config.target.path)
-    return facts, resolve(config, facts)
+    shape = resolve(config, facts)
+    if (start := config.training.warm_start) and Path(start).is_dir():  # a run that has begun does not need it any more
+        check_start(Path(start), shape)
+    return facts, shape
 
 
 def check_device(name: str) -> None:
@@ -130,6 +134,8 @@ async def _train_on(
     trainer = _trainer(config, shape, steps, gang)
     depends_on = {"config_fingerprint": config_fingerprint(config), "data_fingerprint": dataset.manifest().fingerprint}
     departures = _resume(trainer, run, depends_on, gang.size)
+    if config.training.warm_start and latest(run.checkpoints) is None:
+        trainer.drafter.load_state_dict(start_weights(Path(config.training.warm_start), shape), strict=True)
     first = trainer.position
     watched = config.during_training.eval_every is not None and gang.rank == 0
     targets = _Targets(config, shape, full=watched)

@@ -46,6 +46,9 @@ class DrafterConfig(Section):
 class TrainingConfig(Section):
     """Objective and optimisation."""
 
+    warm_start: str | None = Field(
+        None, description="Directory of a drafter, in any common layout, with whose weights training starts; None: random ones."
+    )
     epochs: Count = 6
     max_steps: Count | None = Field(None, description="Stop after this many optimizer steps.")
     tokens_per_batch: Count = Field(16_384, description="Padded tokens of a micro-batch, at most.")

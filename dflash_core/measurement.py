@@ -101,6 +101,7 @@ def lineage(config: Config, run: RunDirectory, judgement: Judgement) -> dict[str
         "data_fingerprint": opening.data_manifest(config, run).fingerprint,
         "checkpoint": training["checkpoint"],
         "step": str(training["step"]),
+        **({"warm_start": config.training.warm_start} if config.training.warm_start else {}),
     }
     if judgement.report is not None:
         found["acceptance_length"] = shown(judgement.report.acceptance_interval)
