@@ -3,7 +3,7 @@
     check    config against the target, before anything heavy           -> DrafterShape
     prepare  conversations -> token rows -> shards/                      -> Manifest     (preparation.py)
     train    shards -> pipeline -> checkpoints/, metrics.jsonl           -> TrainResult    (evaluations.jsonl: watching.py)
-    export   newest checkpoint -> export/                                -> path
+    export   newest checkpoint -> export/ (and other formats of it)      -> path
     evaluate export, decoded in fresh processes                          -> AcceptanceReport    (measurement.py)
     report   everything above -> report.json, report.md
     judge    export beside the drafter in use -> gates                   -> Decision
@@ -31,7 +31,8 @@ from dflash_core.data.batches import BufferPool, assemble, prefetched
 from dflash_core.data.plan import Layout, lay_out, limit_lengths, plan, share_of_rank
 from dflash_core.data.prompts import read_prompt_sets
 from dflash_core.data.reader import TokenDataset
-from dflash_core.decoding.export import write_export
+from dflash_core.decoding.export import WEIGHTS, write_export
+from dflash_core.decoding.speculators import write_speculators
 from dflash_core.decoding.warm_start import check_start, start_weights
 from dflash_core.files import write_json
 from dflash_core.measurement import evaluate as evaluate
@@ -365,4 +366,15 @@ def export(config: Config, run: RunDirectory) -> Path:
         raise ValueError(f"{run.checkpoints}: no checkpoint to export; train first")
     state, _ = load_checkpoint(path)
     shape = resolve(config, read_facts(config.target.path))
-    return write_export(run.export, state.weights, shape, target=config.target.path)
+    written = write_export(run.export, state.weights, shape, target=config.target.path)
+    export_formats(config, run)
+    return written
+
+
+def export_formats(config: Config, run: RunDirectory) -> None:
+    """The export in the other formats that are asked for, where they are not there or older."""
+    if not config.export.speculators:
+        return
+    ours, other = (place / WEIGHTS for place in (run.export, run.export_speculators))
+    if not other.is_file() or other.stat().st_mtime_ns < ours.stat().st_mtime_ns:
+        write_speculators(run.export, run.export_speculators, target=config.target.path)

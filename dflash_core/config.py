@@ -215,6 +215,16 @@ class DuringTrainingConfig(Section):
     )
 
 
+class ExportConfig(Section):
+    """Further formats of the exported drafter, of the same weights, so no part of the experiment."""
+
+    speculators: bool = Field(
+        False,
+        description="Also write export-speculators/, the format of the speculators library, which vLLM alone reads; with copies of the "
+        "target's embedding and head.",
+    )
+
+
 class PromotionConfig(Section):
     """Which drafter is in use, and what another must do to replace it; decided after the run, so no part of the experiment."""
 
@@ -259,6 +269,7 @@ class Config(Section):
     evaluation: EvaluationConfig
     during_training: DuringTrainingConfig = DuringTrainingConfig()
     regeneration: RegenerationConfig = RegenerationConfig()
+    export: ExportConfig = ExportConfig()
     promotion: PromotionConfig = PromotionConfig()
     places: Places = Places()
 
@@ -286,7 +297,7 @@ def experiment(config: Config) -> dict[str, Any]:
     """What decides the result: not the name, not `places`, and not who does the work, on which the weights do not depend.
 
     Nor `regeneration`: it makes a file of data, whose content is in the data's own fingerprint. Nor `during_training`, which only
-    looks on. Nor `promotion`, which comes after.
+    looks on. Nor `export` and `promotion`, which come after.
     """
     exclude: Any = {
         "places": True,
@@ -294,6 +305,7 @@ def experiment(config: Config) -> dict[str, Any]:
         "pipeline": True,
         "during_training": True,
         "regeneration": True,
+        "export": True,
         "promotion": True,
         "data": PREPARATION_WORK,
     }

@@ -67,6 +67,10 @@ class RunDirectory:
         return self.root / "export"
 
     @property
+    def export_speculators(self) -> Path:
+        return self.root / "export-speculators"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 
