@@ -64,6 +64,11 @@ class DrafterFiles:
     skipped: dict[str, str]  # other tensors, by stored name: why they are left out
 
     @property
+    def sizes(self) -> dict[str, Any]:
+        """Where the sizes of the layers are stored."""
+        return (self.stored.get("transformer_layer_config") or {}) if self.layout == "speculators" else self.stored
+
+    @property
     def nested(self) -> dict[str, Any]:
         """The `dflash_config` as stored."""
         return self.stored.get("dflash_config") or {}
@@ -197,8 +202,7 @@ def contradictions(files: DrafterFiles) -> list[str]:
     for key in ("block_size", "mask_token_id", "target_layer_ids"):
         if None not in (stored.get(key), nested.get(key)) and stored[key] != nested[key]:
             found.append(f"{key} {stored[key]} and dflash_config.{key} {nested[key]} contradict each other")
-    sizes = stored.get("transformer_layer_config") or stored
-    theta, other = sizes.get("rope_theta"), stored_rope(sizes).get("rope_theta")
+    theta, other = files.sizes.get("rope_theta"), stored_rope(files.sizes).get("rope_theta")
     if None not in (theta, other) and theta != other:
         found.append(f"rope_theta {theta} and rope_parameters.rope_theta {other} contradict each other")
     return found
