@@ -168,7 +168,7 @@ def _why_left_out(name: str, own: str, *, inside: bool) -> str | None:
 
 
 def _our_config(stored: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    nested = stored.get("dflash_config") or {}
+    nested = {key: value for key, value in (stored.get("dflash_config") or {}).items() if value is not None}
     config = dict(stored.get("transformer_layer_config") or {} if layout == "speculators" else stored)
     own = {key: nested.get(key, stored.get(key)) for key in ("mask_token_id", "target_layer_ids", "block_size")}
     if layout == "speculators":

@@ -32,7 +32,8 @@ FIXED = {  # keys of config.json that must agree: how
 }
 SAID = ("dflash_config.target_layer_ids", "dflash_config.mask_token_id")  # weights without them can mean anything
 ADAPTED = (
-    "block_size", "rope_theta", "rope_scaling", "layer_types", "sliding_window", "rms_norm_eps", "max_position_embeddings", "vocab_size",
+    "block_size", "rope_theta", "rope_scaling", "layer_types", "sliding_window", "dflash_config.use_swa", "rms_norm_eps",
+    "max_position_embeddings", "vocab_size",
 )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def start_weights(directory: Path, shape: DrafterShape) -> dict[str, Tensor]:
         LOG.info("%s: %s is left out: %s", directory, name, reason)
     theirs, ours = _settings(files.config), _settings(export_config(shape, ""))
     for key in ADAPTED:
-        if key in theirs and theirs[key] != ours.get(key):
+        if key in theirs and (theirs[key] or None) != (ours.get(key) or None):
             LOG.warning("%s has %s %s, this run %s: training has to adapt to it", directory, key, theirs[key], ours.get(key))
     return weights
 

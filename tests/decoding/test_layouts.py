@@ -83,6 +83,14 @@ def test_rotary_base_of_a_schema_by_kind_of_layer(export: Path) -> None:
     assert open_drafter(export).config["rope_theta"] == 1e6
 
 
+def test_a_setting_that_is_null_is_not_said(export: Path) -> None:
+    edit_config(export, lambda c: c["dflash_config"].update(mask_token_id=None, block_size=None))
+    config = open_drafter(export).config
+    assert config["dflash_config"] == {"target_layer_ids": [0, 1, 2], "block_size": 4}  # the top level says that, too
+    edit_config(export, lambda c: c.update(mask_token_id=5))
+    assert open_drafter(export).config["dflash_config"]["mask_token_id"] == 5
+
+
 def test_names() -> None:
     assert our_name("dflash_module.layers.3.mlp.up_proj.weight") == "layers.3.mlp.up_proj.weight"
     assert our_name("model.final_norm.weight") == "norm.weight"

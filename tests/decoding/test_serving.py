@@ -56,6 +56,7 @@ Change = Callable[[dict[str, Any]], Any]
 CONFIGS: list[tuple[Change, str, str, str]] = [
     (lambda c: c["dflash_config"].pop("target_layer_ids"), "all", "differs", "target_layer_ids is missing"),
     (lambda c: c["dflash_config"].pop("mask_token_id"), "all", "differs", "mask_token_id is missing"),
+    (lambda c: c["dflash_config"].update(mask_token_id=None), "all", "differs", "mask_token_id is missing"),
     (lambda c: c["dflash_config"].update(mask_token_id=VOCAB), "all", "refused", f"{VOCAB} is outside the vocabulary of {VOCAB}"),
     (lambda c: c["dflash_config"].update(mask_token_id=-1), "all", "refused", "-1 is outside the vocabulary"),
     (lambda c: c.update(mask_token_id=9), "all", "differs", "mask_token_id 9 and dflash_config.mask_token_id 3 contradict"),

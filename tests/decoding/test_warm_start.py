@@ -20,7 +20,7 @@ from dflash_core.decoding.export import load_export, write_export
 from dflash_core.decoding.warm_start import check_start, start_weights
 from dflash_core.modeling.target import TapReplica, load_ends
 from dflash_core.records import StepMetrics, TrainResult
-from dflash_core.rundir import RunDirectory, config_fingerprint, open_run
+from dflash_core.rundir import RunDirectory, check_experiment, config_fingerprint, open_run
 from dflash_core.training.checkpoint import latest, load_checkpoint
 from dflash_core.training.metrics import step_row
 from dflash_core.training.trainer import Trainer
@@ -144,6 +144,20 @@ def test_the_content_of_the_start_belongs_to_the_experiment(make: Callable[..., 
         open_run(config)
 
 
+def test_another_machine_goes_on_without_the_start(make: Callable[..., Any], source: Path, tmp_path: Path) -> None:
+    """Where only the run's copy is fetched, its record says what it started from; a start that is there must be that one."""
+    start = tmp_path / "start"
+    shutil.copytree(source / "export", start)
+    config, run = make("warm", start)
+    record = (run.root / "run.json").read_text()
+    elsewhere = config.model_copy(update={"places": config.places.model_copy(update={"runs": str(tmp_path / "elsewhere")})})
+    edit_tensors(start, lambda tensors: tensors["norm.weight"].add_(1))
+    with pytest.raises(ValueError, match=r"s3://here belongs to another experiment.*warm_start\.model\.safetensors"):
+        check_experiment(record, elsewhere, "s3://here")
+    shutil.rmtree(start)
+    check_experiment(record, elsewhere, "s3://here")
+
+
 def test_a_start_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path, target_dir: Path, source: Path) -> None:
     config = make_config(tmp_path, target_dir, training={"warm_start": str(tmp_path / "exprot")})
     for fresh in (False, True):
@@ -208,6 +222,7 @@ def test_what_training_adapts_to_is_logged_and_so_is_every_tensor_left_out(
 ) -> None:
     edit_tensors(export, lambda t: t.update(copies()))
     edit_config(export, lambda c: c.update(layer_types=["sliding_attention", "full_attention"], sliding_window=64))
+    edit_config(export, lambda c: c["dflash_config"].update(use_swa=False))  # says no more than its absence
     with caplog.at_level(logging.INFO):
         weights = start_weights(export, make_shape(block_size=8, vocab_size=310, rope_theta=1e6))
     assert len(weights) == 25
