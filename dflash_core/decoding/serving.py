@@ -21,6 +21,7 @@ ZLAB, GENERATE, VLLM, SGLANG, ALL = "transformers (z-lab)", "transformers genera
 OLDER = "MLX and older loaders"
 PRECISIONS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 KINDS = ("full_attention", "sliding_attention")
+TAPS = ("mask_token_id", "target_layer_ids")
 HEADS = ("domino", "dspark")  # projector types that add to the drafts
 Level = Literal["refused", "differs", "note"]
 
@@ -82,17 +83,12 @@ def _tensors(files: DrafterFiles) -> Iterator[Finding]:
 
 
 def _wanted_shapes(files: DrafterFiles) -> dict[str, tuple[int, ...]]:
-    """By the config; none where a size is missing, which `_sizes` says."""
+    """By the sizes that the config says; none where one is missing, which `_sizes` finds."""
+    guess = {"num_target_layers": 0, "block_size": 0, "rope_theta": 0.0}  # on which no tensor depends
+    said = {key: files.config[key] for key in SIZES.values() if key in files.config and key not in guess}
     own = {"mask_token_id": 0, **files.config["dflash_config"]}
-    config = {
-        "num_target_layers": 0,
-        "block_size": own.get("block_size"),
-        "rope_theta": 0.0,
-        **files.config,
-        "dflash_config": own,
-    }
     try:
-        return tensor_shapes(parse_shape(config, ""))
+        return tensor_shapes(parse_shape({**guess, **said, "dflash_config": {key: own[key] for key in TAPS if key in own}}, ""))
     except ValueError:
         return {}
 
@@ -102,7 +98,7 @@ def _sizes(files: DrafterFiles) -> Iterator[Finding]:
     elsewhere = ("rope_theta", "block_size", "num_target_layers")  # rules of their own
     if absent := [key for key in SIZES.values() if key not in files.sizes and key not in elsewhere]:
         yield _found(ALL, "differs", f"{', '.join(absent)} missing: engines take those of a plain Qwen3")
-    for key in ("mask_token_id", "target_layer_ids"):
+    for key in TAPS:
         if key not in files.config["dflash_config"]:
             yield _found(ALL, "differs", f"{key} is missing, so each engine guesses")
     for text in contradictions(files):

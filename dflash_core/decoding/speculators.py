@@ -18,7 +18,9 @@ from dflash_core.files import replaced_directory
 from dflash_core.modeling.target import load_ends
 from dflash_core.records import DrafterShape
 
-OUTSIDE = {"architectures", "block_size", "dflash_config", "num_target_layers", "target_model"}  # keys that are no layer's
+OUTSIDE = {  # keys that are no layer's
+    "architectures", "block_size", "dflash_config", "num_target_layers", "target_model", "sample_from_anchor", "is_causal",
+}  # fmt: skip
 
 
 def speculators_config(shape: DrafterShape, target: str, architectures: list[str]) -> dict[str, Any]:

@@ -32,8 +32,8 @@ FIXED = {  # keys of config.json that must agree: how
 }
 SAID = ("dflash_config.target_layer_ids", "dflash_config.mask_token_id")  # weights without them can mean anything
 ADAPTED = (
-    "block_size", "rope_theta", "rope_scaling", "layer_types", "sliding_window", "dflash_config.use_swa", "rms_norm_eps",
-    "max_position_embeddings", "vocab_size",
+    "block_size", "rope_theta", "rope_scaling", "layer_types", "sliding_window", "is_causal", "dflash_config.use_swa",
+    "dflash_config.final_logit_softcapping", "rms_norm_eps", "max_position_embeddings", "vocab_size",
 )  # fmt: skip
 
 
@@ -75,8 +75,14 @@ def start_weights(directory: Path, shape: DrafterShape) -> dict[str, Tensor]:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Keys of a config.json, those of dflash_config with their prefix; a window only where a layer has one."""
-    flat = {**config, **{f"dflash_config.{key}": value for key, value in config.get("dflash_config", {}).items()}}
+    """Keys of a config.json, those of dflash_config with their prefix; a window only where a layer has one.
+
+    What no format writes where it is not so, the from-anchor layout, is always there.
+    """
+    nested = config.get("dflash_config", {})
+    flat = {"sample_from_anchor": nested.get("sample_from_anchor"), **config}
+    flat |= {f"dflash_config.{key}": value for key, value in nested.items()}
     if "sliding_attention" not in (flat.get("layer_types") or ()):
-        flat.pop("sliding_window", None)
+        for key in ("sliding_window", "is_causal"):
+            flat.pop(key, None)
     return flat

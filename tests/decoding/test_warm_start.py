@@ -206,7 +206,10 @@ def test_from_anchor_drafters_and_those_that_say_too_little_are_refused(export: 
     edit_config(export, lambda c: c.update(sample_from_anchor=True))
     with pytest.raises(ValueError, match=r"sample_from_anchor True, here None: its slot k predicts the token after anchor \+ k"):
         check_start(export, make_shape())
-    edit_config(export, lambda c: [c.pop("sample_from_anchor"), c["dflash_config"].pop("target_layer_ids")])
+    edit_config(export, lambda c: [c.pop("sample_from_anchor"), c["dflash_config"].update(sample_from_anchor=True)])
+    with pytest.raises(ValueError, match="sample_from_anchor True, here None"):
+        check_start(export, make_shape())
+    edit_config(export, lambda c: [c["dflash_config"].pop("sample_from_anchor"), c["dflash_config"].pop("target_layer_ids")])
     with pytest.raises(ValueError, match=r"config\.json does not say dflash_config\.target_layer_ids; write what it was trained"):
         check_start(export, make_shape())
 
