@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dflash_core.decoding.card import sglang_command, vllm_command
 from dflash_core.decoding.export import SIZES, parse_shape
@@ -173,12 +173,17 @@ def _rope(files: DrafterFiles) -> Iterator[Finding]:
         yield _found(
             ALL, "differs", f"rope_parameters has the target's {', '.join(leaked)}: only a part of each head would be rotated"
         )
-    old = sizes.get("rope_scaling") or {}
-    kind, older = (place.get("rope_type", place.get("type", "default")) for place in (rope, old))
-    if rope and old and kind != older:
-        yield _found(ALL, "differs", f"rope_scaling is {older} and rope_parameters {kind}: loaders read the one or the other")
-    elif kind != "default" and not old:
-        yield _found(OLDER, "differs", f"{kind} scaling only inside rope_parameters: they do not scale")
+    old, new = (_schema(place) for place in (sizes.get("rope_scaling") or {}, rope))
+    if rope and sizes.get("rope_scaling") and old != new:
+        yield _found(ALL, "differs", f"rope_scaling {old} and rope_parameters {new} contradict each other")
+    elif new["rope_type"] != "default" and not sizes.get("rope_scaling"):
+        yield _found(OLDER, "differs", f"{new['rope_type']} scaling only inside rope_parameters: they do not scale")
+
+
+def _schema(rope: dict[str, Any]) -> dict[str, Any]:
+    """How positions are scaled, without the base and by the newer of two names."""
+    own = {key: value for key, value in rope.items() if key not in ("type", "rope_theta")}
+    return {"rope_type": rope.get("type", "default"), **own}
 
 
 def _windows(files: DrafterFiles) -> Iterator[Finding]:
@@ -224,7 +229,7 @@ def _layout(files: DrafterFiles) -> Iterator[Finding]:
     elif outer is None:
         yield _found(ZLAB, "refused", "block_size is missing at the top level")
     if _from_anchor(files):
-        text = "slot k predicts the token after anchor + k (from-anchor layout): engines read slot k as anchor + k"
+        text = "slot k predicts the token after anchor + k (from-anchor layout): engines read slot k as anchor + k, or refuse it"
         yield _found(ALL, "differs", text)
 
 

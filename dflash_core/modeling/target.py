@@ -54,16 +54,6 @@ def read_facts(path: str) -> TargetFacts:
     )
 
 
-def _check_no_drafter(config: dict[str, Any], path: str) -> None:
-    """Raises ValueError where it is a drafter's: transformers would open that as a model with random embedding and head."""
-    if {"dflash_config", "speculators_model_type"} & config.keys():
-        verifier = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
-        target = config.get("target_model") or verifier or "the model that it was trained for"
-        raise ValueError(
-            f"target.path {path!r} is a DFlash drafter, not a standalone model: it has no embedding and head of its own; name {target}"
-        )
-
-
 def rope_theta(rope: dict[str, Any], *, path: str) -> float:
     """The base of the drafter's rotary positions: that of the target's full-attention layers.
 
@@ -85,6 +75,16 @@ def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
 def _generation_eos(path: str) -> tuple[int, ...]:
     file = Path(path) / "generation_config.json"
     return _ids(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")) if file.is_file() else ()
+
+
+def _check_no_drafter(config: dict[str, Any], path: str) -> None:
+    """Raises ValueError where it is a drafter's: transformers would open that as a model with random embedding and head."""
+    if {"dflash_config", "speculators_model_type"} & config.keys():
+        verifier = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
+        target = config.get("target_model") or verifier or "the model that it was trained for"
+        raise ValueError(
+            f"target.path {path!r} is a DFlash drafter, not a standalone model: it has no embedding and head of its own; name {target}"
+        )
 
 
 def choose_attention(wanted: str, device: str) -> str:

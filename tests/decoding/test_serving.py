@@ -52,6 +52,17 @@ def test_our_own_export_is_served_as_trained_by_all(export: Path) -> None:
     assert "--speculative-num-draft-tokens 4" in notes(export)[3][1]
 
 
+def scaled(config: dict[str, Any], *, older: float) -> None:
+    """A rotary schema in both spellings, with the factor of the older one."""
+    config["rope_parameters"].update(rope_type="yarn", factor=4.0)
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": older}
+
+
+def test_a_schema_that_both_spellings_say_is_right(export: Path) -> None:
+    edit_config(export, lambda c: scaled(c, older=4.0))
+    assert wrong(export) == []
+
+
 Change = Callable[[dict[str, Any]], Any]
 CONFIGS: list[tuple[Change, str, str, str]] = [
     (lambda c: c["dflash_config"].pop("target_layer_ids"), "all", "differs", "target_layer_ids is missing"),
@@ -89,12 +100,8 @@ CONFIGS: list[tuple[Change, str, str, str]] = [
     (lambda c: c.update(rope_theta=1e6), "all", "differs", "contradict each other"),
     (lambda c: c["rope_parameters"].update(partial_rotary_factor=0.25), "all", "differs", "a part of each head"),
     (lambda c: c["rope_parameters"].update(rope_type="yarn", factor=4.0), OLDER, "differs", "yarn scaling only inside"),
-    (
-        lambda c: c.update(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-        "all",
-        "differs",
-        "is yarn and rope_parameters default",
-    ),
+    (lambda c: c.update(rope_scaling={"type": "yarn", "factor": 4.0}), "all", "differs", "rope_scaling .*yarn.* contradict each"),
+    (lambda c: scaled(c, older=2.0), "all", "differs", "rope_scaling .*2.0.* and rope_parameters .*4.0"),
     (lambda c: c.update(layer_types=["full_attention"]), "all", "refused", "1 entries for 2 layers"),
     (lambda c: c.pop("layer_types"), "transformers (z-lab)", "refused", "layer_types is missing"),
     (lambda c: c.update(layer_types=["full_attention", "chunked"]), "all", "refused", "layer_types chunked; engines know"),
