@@ -132,11 +132,9 @@ async def _train_on(
     layout = lay_out(lengths, dataset.supervised, training=config.training)
     steps = total_steps(config.training, config.training.epochs * layout.micro_batches)
     lap("plan")
-    trainer = _trainer(config, shape, steps, gang)
+    trainer = _trainer(config, run, shape, steps, gang)
     depends_on = {"config_fingerprint": config_fingerprint(config), "data_fingerprint": dataset.manifest().fingerprint}
     departures = _resume(trainer, run, depends_on, gang.size)
-    if config.training.warm_start and latest(run.checkpoints) is None:
-        trainer.drafter.load_state_dict(start_weights(Path(config.training.warm_start), shape), strict=True)
     first = trainer.position
     watched = config.during_training.eval_every is not None and gang.rank == 0
     targets = _Targets(config, shape, full=watched)
@@ -284,10 +282,13 @@ def _flops(config: Config, shape: DrafterShape, lengths: np.ndarray) -> dict[str
     }
 
 
-def _trainer(config: Config, shape: DrafterShape, steps: int, gang: Gang) -> Trainer:
+def _trainer(config: Config, run: RunDirectory, shape: DrafterShape, steps: int, gang: Gang) -> Trainer:
     device = config.pipeline.drafter
     ends = load_ends(config.target.path, dtype="float32", device=device, attention=config.target.attention)
-    return Trainer(new_drafter(shape, config.seed), ends, config, total_steps=steps, device=device, gang=gang)
+    drafter = new_drafter(shape, config.seed)
+    if config.training.warm_start and latest(run.checkpoints) is None:
+        drafter.load_state_dict(start_weights(Path(config.training.warm_start), shape), strict=True)
+    return Trainer(drafter, ends, config, total_steps=steps, device=device, gang=gang)
 
 
 def _resume(trainer: Trainer, run: RunDirectory, depends_on: dict[str, Any], ranks: int) -> tuple[str, ...]:

@@ -65,8 +65,9 @@ def start_weights(directory: Path, shape: DrafterShape) -> dict[str, Tensor]:
     files = check_start(directory, shape)
     weights = read_weights(files)
     LOG.info("training starts from %s: %d tensors, %s layout", directory, len(weights), files.layout)
-    for name, reason in sorted(files.skipped.items()):
-        LOG.info("%s: %s is left out: %s", directory, name, reason)
+    for reason in sorted(set(files.skipped.values())):
+        names = sorted(name for name, why in files.skipped.items() if why == reason)
+        LOG.warning("%s: left out, %s: %s", directory, reason, ", ".join(names))
     theirs, ours = _settings(files.config), _settings(export_config(shape, ""))
     for key in ADAPTED:
         if key in theirs and (theirs[key] or None) != (ours.get(key) or None):
