@@ -3,7 +3,7 @@
     check    config against the target, before anything heavy           -> DrafterShape
     prepare  conversations -> token rows -> shards/                      -> Manifest     (preparation.py)
     train    shards -> pipeline -> checkpoints/, metrics.jsonl           -> TrainResult    (evaluations.jsonl: watching.py)
-    export   newest checkpoint -> export/                                -> path
+    export   newest checkpoint -> export/ (and other formats of it)      -> path
     evaluate export, decoded in fresh processes                          -> AcceptanceReport    (measurement.py)
     report   everything above -> report.json, report.md
     judge    export beside the drafter in use -> gates                   -> Decision
@@ -31,7 +31,9 @@ from dflash_core.data.batches import BufferPool, assemble, prefetched
 from dflash_core.data.plan import Layout, lay_out, limit_lengths, plan, share_of_rank
 from dflash_core.data.prompts import read_prompt_sets
 from dflash_core.data.reader import TokenDataset
-from dflash_core.decoding.export import write_export
+from dflash_core.decoding.export import WEIGHTS, write_export
+from dflash_core.decoding.speculators import write_speculators
+from dflash_core.decoding.warm_start import check_start, start_weights
 from dflash_core.files import write_json
 from dflash_core.measurement import evaluate as evaluate
 from dflash_core.measurement import judge as judge
@@ -72,7 +74,10 @@ def check(config: Config) -> tuple[TargetFacts, DrafterShape]:
             choose_attention(config.target.attention, device)
     check_backend(config.training.attention, config.pipeline.drafter)
     facts = read_facts(config.target.path)
-    return facts, resolve(config, facts)
+    shape = resolve(config, facts)
+    if (start := config.training.warm_start) and Path(start).is_dir():  # a run that has begun does not need it any more
+        check_start(Path(start), shape)
+    return facts, shape
 
 
 def check_device(name: str) -> None:
@@ -127,7 +132,7 @@ async def _train_on(
     layout = lay_out(lengths, dataset.supervised, training=config.training)
     steps = total_steps(config.training, config.training.epochs * layout.micro_batches)
     lap("plan")
-    trainer = _trainer(config, shape, steps, gang)
+    trainer = _trainer(config, run, shape, steps, gang)
     depends_on = {"config_fingerprint": config_fingerprint(config), "data_fingerprint": dataset.manifest().fingerprint}
     departures = _resume(trainer, run, depends_on, gang.size)
     first = trainer.position
@@ -277,10 +282,13 @@ def _flops(config: Config, shape: DrafterShape, lengths: np.ndarray) -> dict[str
     }
 
 
-def _trainer(config: Config, shape: DrafterShape, steps: int, gang: Gang) -> Trainer:
+def _trainer(config: Config, run: RunDirectory, shape: DrafterShape, steps: int, gang: Gang) -> Trainer:
     device = config.pipeline.drafter
     ends = load_ends(config.target.path, dtype="float32", device=device, attention=config.target.attention)
-    return Trainer(new_drafter(shape, config.seed), ends, config, total_steps=steps, device=device, gang=gang)
+    drafter = new_drafter(shape, config.seed)
+    if config.training.warm_start and latest(run.checkpoints) is None:
+        drafter.load_state_dict(start_weights(Path(config.training.warm_start), shape), strict=True)
+    return Trainer(drafter, ends, config, total_steps=steps, device=device, gang=gang)
 
 
 def _resume(trainer: Trainer, run: RunDirectory, depends_on: dict[str, Any], ranks: int) -> tuple[str, ...]:
@@ -359,4 +367,15 @@ def export(config: Config, run: RunDirectory) -> Path:
         raise ValueError(f"{run.checkpoints}: no checkpoint to export; train first")
     state, _ = load_checkpoint(path)
     shape = resolve(config, read_facts(config.target.path))
-    return write_export(run.export, state.drafter, shape, target=config.target.path)
+    written = write_export(run.export, state.drafter, shape, target=config.target.path)
+    export_formats(config, run)
+    return written
+
+
+def export_formats(config: Config, run: RunDirectory) -> None:
+    """The export in the other formats that are asked for, where they are not there or older."""
+    if not config.export.speculators:
+        return
+    ours, other = (place / WEIGHTS for place in (run.export, run.export_speculators))
+    if not other.is_file() or other.stat().st_mtime_ns < ours.stat().st_mtime_ns:
+        write_speculators(run.export, run.export_speculators, target=config.target.path)

@@ -46,6 +46,9 @@ class DrafterConfig(Section):
 class TrainingConfig(Section):
     """Objective and optimisation."""
 
+    warm_start: str | None = Field(
+        None, description="Directory of a drafter, in any common layout, with whose weights training starts; None: random ones."
+    )
     epochs: Count = 6
     max_steps: Count | None = Field(None, description="Stop after this many optimizer steps.")
     tokens_per_batch: Count = Field(16_384, description="Padded tokens of a micro-batch, at most.")
@@ -222,6 +225,16 @@ class DuringTrainingConfig(Section):
     )
 
 
+class ExportConfig(Section):
+    """Further formats of the exported drafter, of the same weights, so no part of the experiment."""
+
+    speculators: bool = Field(
+        False,
+        description="Also write export-speculators/, the format of the speculators library, which vLLM alone reads; with copies of the "
+        "target's embedding and head.",
+    )
+
+
 class PromotionConfig(Section):
     """Which drafter is in use, and what another must do to replace it; decided after the run, so no part of the experiment."""
 
@@ -266,6 +279,7 @@ class Config(Section):
     evaluation: EvaluationConfig
     during_training: DuringTrainingConfig = DuringTrainingConfig()
     regeneration: RegenerationConfig = RegenerationConfig()
+    export: ExportConfig = ExportConfig()
     promotion: PromotionConfig = PromotionConfig()
     places: Places = Places()
 
@@ -293,7 +307,7 @@ def experiment(config: Config) -> dict[str, Any]:
     """What decides the result: not the name, not `places`, and not who does the work, on which the weights do not depend.
 
     Nor `regeneration`: it makes a file of data, whose content is in the data's own fingerprint. Nor `during_training`, which only
-    looks on. Nor `promotion`, which comes after.
+    looks on. Nor `export` and `promotion`, which come after.
     """
     exclude: Any = {
         "places": True,
@@ -301,6 +315,7 @@ def experiment(config: Config) -> dict[str, Any]:
         "pipeline": True,
         "during_training": True,
         "regeneration": True,
+        "export": True,
         "promotion": True,
         "data": PREPARATION_WORK,
     }

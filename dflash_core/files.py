@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,20 @@ def written_beside(path: Path, *, durable: bool = False) -> Iterator[Path]:
     if durable:
         sync(place)
     os.replace(place, path)
+
+
+@contextmanager
+def replaced_directory(directory: Path) -> Iterator[Path]:
+    """Fill the yielded directory; it takes the place of `directory`, as a whole, when the block ends well."""
+    place, old = beside(directory), directory.with_name(directory.name + ".old")
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    yield place
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        os.rename(directory, old)
+    os.rename(place, directory)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:

@@ -21,7 +21,9 @@ import anyio
 
 from dflash_core import opening, preparation
 from dflash_core.config import Config
+from dflash_core.decoding.card import card, write_card
 from dflash_core.decoding.evaluate import EvaluationJob, read_measured
+from dflash_core.decoding.export import read_shape
 from dflash_core.decoding.fit import export_fault
 from dflash_core.decoding.plots import draw_report
 from dflash_core.decoding.promotion import compare, decide
@@ -101,6 +103,7 @@ def lineage(config: Config, run: RunDirectory, judgement: Judgement) -> dict[str
         "data_fingerprint": opening.data_manifest(config, run).fingerprint,
         "checkpoint": training["checkpoint"],
         "step": str(training["step"]),
+        **({"warm_start": config.training.warm_start} if config.training.warm_start else {}),
     }
     if judgement.report is not None:
         found["acceptance_length"] = shown(judgement.report.acceptance_interval)
@@ -175,8 +178,18 @@ def _while_training(training: dict[str, Any]) -> dict[str, Any] | None:
     return {**own, "correlation": correlation(own["evaluations"])} if own else None
 
 
+def _how_decoded(config: Config) -> str:
+    """The settings that acceptance and speed-up depend on, in words."""
+    own = config.evaluation
+    sampling = (
+        "greedy" if own.temperature == 0 else f"temperature {own.temperature:g}, top_p {own.top_p:g}, top_k {own.top_k or 'off'}"
+    )
+    size = own.block_size or config.drafter.block_size
+    return f"{sampling}, {own.dtype}, at most {own.max_new_tokens} new tokens, {own.batch_size} together, block size {size}"
+
+
 def write_report(config: Config, run: RunDirectory, acceptance: AcceptanceReport) -> dict[str, Any]:
-    """report.json, report.md and its pictures; returns what report.json holds."""
+    """report.json, report.md, its pictures and the export's card; returns what report.json holds."""
     training = json.loads(run.training.read_text(encoding="utf-8"))
     manifest = opening.data_manifest(config, run)
     report = {
@@ -203,5 +216,6 @@ def write_report(config: Config, run: RunDirectory, acceptance: AcceptanceReport
     }
     run.report_text.write_text(report_markdown(report), encoding="utf-8")
     draw_report(report, run.metrics, acceptance=run.acceptance_picture, training=run.training_picture)
+    write_card(run.export, card(*read_shape(run.export), report=report, how=_how_decoded(config)))
     write_json(run.report, report)
     return report

@@ -14,11 +14,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dflash_core.config import Config, differences, experiment, fingerprint
-from dflash_core.files import beside, write_json
+from dflash_core.files import beside, file_sha256, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,10 @@ class RunDirectory:
         return self.root / "export"
 
     @property
+    def export_speculators(self) -> Path:
+        return self.root / "export-speculators"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 
@@ -103,8 +108,43 @@ class RunDirectory:
 
 
 def config_fingerprint(config: Config) -> str:
-    """Identity of an experiment: equal for two configs that must give the same drafter."""
-    return fingerprint(experiment(config))
+    """Identity of an experiment: equal for two configs that must give the same drafter. Raises ValueError as `identity`."""
+    return fingerprint(identity(config))
+
+
+def identity(config: Config, *, recorded: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The experiment, and the content of the drafter that it starts from.
+
+    Where that directory is gone by now, its content is what the run `recorded`, by default in its own run.json. Raises ValueError
+    where neither is there.
+    """
+    start = config.training.warm_start
+    if start is None:
+        return experiment(config)
+    if not (content := _weights_sha256(Path(start))):
+        record = _root(config) / "run.json"
+        if recorded is None and record.is_file():
+            recorded = json.loads(record.read_text(encoding="utf-8"))["experiment"]
+        content = (recorded or {}).get("warm_start", {})
+    if not content:
+        raise ValueError(f"training.warm_start {start!r}: no directory with .safetensors files; name an exported drafter")
+    return experiment(config) | {"warm_start": content}
+
+
+def _weights_sha256(directory: Path) -> dict[str, str]:
+    """sha256 of each file of weights, by name."""
+    stats = {file: file.stat() for file in sorted(directory.glob("*.safetensors"))}
+    return {file.name: _sha256(file, stat.st_mtime_ns, stat.st_size, stat.st_ino) for file, stat in stats.items()}
+
+
+@lru_cache
+def _sha256(file: Path, *looks: int) -> str:
+    """Read once while the file looks the same."""
+    return file_sha256(file)
+
+
+def _root(config: Config) -> Path:
+    return Path(config.places.runs).absolute() / config.name
 
 
 def open_run(config: Config, *, fresh: bool = False, begin: bool = True) -> RunDirectory:
@@ -113,9 +153,10 @@ def open_run(config: Config, *, fresh: bool = False, begin: bool = True) -> RunD
     Raises ValueError where the name belongs to another experiment, no run is there that may not begin, or `fresh` would
     move a run that is in use.
     """
-    root = Path(config.places.runs).absolute() / config.name
+    root = _root(config)
     record = root / "run.json"
     if fresh and record.is_file():
+        identity(config, recorded={})  # what the new run needs is there
         _set_aside(root)
     if record.is_file():
         check_experiment(record.read_text(encoding="utf-8"), config, str(root))
@@ -124,14 +165,16 @@ def open_run(config: Config, *, fresh: bool = False, begin: bool = True) -> RunD
         raise ValueError(f"{root} is not empty and no run of this tool (no run.json); choose another name")
     if not begin:
         raise ValueError(f"{root}: no such run; train first")
+    own = identity(config)
     root.mkdir(parents=True, exist_ok=True)
-    write_json(record, {"experiment": experiment(config), "config_fingerprint": config_fingerprint(config)})
+    write_json(record, {"experiment": own, "config_fingerprint": fingerprint(own)})
     return RunDirectory(root=root, state="new")
 
 
 def check_experiment(record: str, config: Config, where: str) -> None:
     """Raises ValueError where the run.json of `where` is that of another experiment than `config`."""
-    changed = differences(json.loads(record)["experiment"], experiment(config))
+    recorded = json.loads(record)["experiment"]
+    changed = differences(recorded, identity(config, recorded=recorded))
     if changed:
         raise ValueError(
             f"{where} belongs to another experiment; give this one a new name, or --fresh to set the old one aside. "

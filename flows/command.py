@@ -131,8 +131,12 @@ def read_command_line(
     except ValueError as error:
         fail(str(error))
     if show:
+        try:
+            shown = config_yaml(resolved.config, origin_comments(resolved, path))
+        except ValueError as error:  # its fingerprint holds the content of training.warm_start
+            fail(str(error))
         print(f"# {path}, and where other values came from")
-        print(config_yaml(resolved.config, origin_comments(resolved, path)), end="")
+        print(shown, end="")
         raise SystemExit(DONE)
     for key, value in ENVIRONMENT_DEFAULTS.items():
         os.environ.setdefault(key, value)

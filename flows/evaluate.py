@@ -16,9 +16,10 @@ OPTIONS = {
     "endpoint": {"metavar": "URL", "help": "measure the vLLM or SGLang server at http://HOST:PORT/v1 by its own counters"},
     "check-export": {
         "metavar": "DIR",
-        "help": "say what each serving engine would do with a drafter directory, and measure nothing",
+        "help": "say what each serving engine would do with a drafter directory, and measure nothing; exit code 1: not all serve it",
     },
 }
+NOT_SERVED = 1  # exit code of --check-export
 COMMAND = read_command_line("evaluate", PURPOSE, options=OPTIONS) if __name__ == "__main__" else None
 
 import anyio
@@ -89,6 +90,8 @@ async def evaluate(config: str = QUICKSTART, overrides: Overrides = UNCHANGED, e
                     return {"served": str(run.root / "served.json")}
                 if not run.export.is_dir():
                     raise ValueError(f"{run.export}: no exported drafter; train first")
+                core, _ = load_core()
+                await in_thread(stop, core.export_formats, settings, run)
                 async with tracking(settings, run) as tracker:
                     acceptance = await evaluate_export(settings, run, stop)
                     value = await report(settings, run, acceptance, tracker, stop)
@@ -99,16 +102,18 @@ async def evaluate(config: str = QUICKSTART, overrides: Overrides = UNCHANGED, e
 
 
 def check(config: Config, *, directory: str) -> None:
-    """Prints all findings about a drafter directory. Raises ValueError where an engine would not serve what was trained."""
+    """Prints all findings about a drafter directory; exit code 1 where an engine would not serve what was trained."""
     from dflash_core.decoding.serving import check_export
 
     found = check_export(Path(directory))
     for finding in found:
         console.say(f"{finding.engine}: {'' if finding.level == 'note' else finding.level + ': '}{finding.text}")
     if wrong := sum(finding.level != "note" for finding in found):
-        raise ValueError(
+        console.say(
             f"{directory}: {wrong} finding{'s' if wrong > 1 else ''} above; not every engine would serve what was trained"
         )
+        raise SystemExit(NOT_SERVED)
+    console.say(f"{directory}: every engine would serve what was trained")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.config import Config, fingerprint
+from dflash_core.decoding.card import CARD
 from dflash_core.files import file_sha256
 from dflash_core.records import Decision
 from dflash_core.rundir import RunDirectory
@@ -37,8 +38,9 @@ def model_name(config: Config) -> str:
 
 
 def content_hash(export: Path) -> str:
-    """One hash over the names and contents of an export's files."""
-    return fingerprint({path.name: file_sha256(path) for path in sorted(export.iterdir()) if path.is_file()})
+    """One hash over the names and contents of an export's files, but for its card: that changes with each evaluation."""
+    files = (path for path in sorted(export.iterdir()) if path.is_file() and path.name != CARD)
+    return fingerprint({path.name: file_sha256(path) for path in files})
 
 
 def open_registry(config: Config) -> "Registry":

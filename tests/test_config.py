@@ -103,6 +103,7 @@ SAME = [
     {"pipeline": {"targets": ["cpu", "cpu"]}},
     {"regeneration": {"temperature": 0.5}},
     {"during_training": {"eval_every": 100}},
+    {"export": {"speculators": True}},
 ]
 
 OTHER = [

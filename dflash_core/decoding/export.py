@@ -7,8 +7,6 @@ base in both spellings, layer types spelled out. The target's embedding and head
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dflash_core.decoding.card import CARD, card
+from dflash_core.files import replaced_directory
 from dflash_core.modeling.drafter import Drafter, tensor_shapes
 from dflash_core.records import DrafterShape
 
@@ -76,43 +76,14 @@ def export_config(shape: DrafterShape, target: str) -> dict[str, Any]:
     }
 
 
-README = """# DFlash drafter
-
-A drafter for speculative decoding with `{target}`, not a standalone model: it has neither embedding nor head and reads the
-target's hidden states after layers {layers} (0-based; the output of that decoder layer).
-
-- block size {block_size}: the anchor and {drafts} draft tokens a pass (`num_speculative_tokens` {drafts}); slot k predicts the token at anchor + k
-- mask token id {mask}
-
-vLLM: `--speculative-config '{{"method": "dflash", "model": "<this directory>", "num_speculative_tokens": {drafts}}}'`
-
-SGLang: `--speculative-algorithm DFLASH --speculative-draft-model-path <this directory> --speculative-num-draft-tokens {block_size}`
-"""
-
-
 def write_export(directory: Path, weights: dict[str, Tensor], shape: DrafterShape, *, target: str) -> Path:
     """fp32 masters as a bf16 export; replaces an older one of the same name as a whole. Raises ValueError on a wrong tensor set."""
     check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, shape)
-    beside = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
     narrow = {name: tensor.detach().cpu().to(torch.bfloat16).contiguous() for name, tensor in sorted(weights.items())}
-    save_file(narrow, beside / WEIGHTS, metadata={"format": "pt"})
-    (beside / CONFIG).write_text(json.dumps(export_config(shape, target), indent=2) + "\n", encoding="utf-8")
-    readme = README.format(
-        target=target,
-        layers=", ".join(map(str, shape.target_layer_ids)),
-        block_size=shape.block_size,
-        drafts=shape.block_size - 1,
-        mask=shape.mask_token_id,
-    )
-    (beside / "README.md").write_text(readme, encoding="utf-8")
-    old = directory.with_name(directory.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.exists():
-        os.rename(directory, old)
-    os.rename(beside, directory)
-    shutil.rmtree(old, ignore_errors=True)
+    with replaced_directory(directory) as beside:
+        save_file(narrow, beside / WEIGHTS, metadata={"format": "pt"})
+        (beside / CONFIG).write_text(json.dumps(export_config(shape, target), indent=2) + "\n", encoding="utf-8")
+        (beside / CARD).write_text(card(shape, target), encoding="utf-8")
     return directory
 
 
@@ -131,6 +102,11 @@ def read_shape(directory: Path) -> tuple[DrafterShape, str]:
     if not path.is_file():
         raise ValueError(f"{directory}: no {CONFIG}, so this is no exported drafter")
     config = json.loads(path.read_text(encoding="utf-8"))
+    return parse_shape(config, str(path)), config.get("target_model", "")
+
+
+def parse_shape(config: dict[str, Any], path: str) -> DrafterShape:
+    """Sizes from a config.json of our format. Raises ValueError as `read_shape`."""
     nested = config.get("dflash_config")
     if not isinstance(nested, dict) or {"mask_token_id", "target_layer_ids"} - nested.keys():
         raise ValueError(f"{path}: dflash_config with mask_token_id and target_layer_ids is missing; is this a DFlash drafter?")
@@ -143,7 +119,7 @@ def read_shape(directory: Path) -> tuple[DrafterShape, str]:
         mask_token_id=nested["mask_token_id"],
         target_layer_ids=tuple(nested["target_layer_ids"]),
     )
-    return shape, config.get("target_model", "")
+    return shape
 
 
 def load_export(directory: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Drafter:

@@ -94,7 +94,7 @@ def served_markdown(url: str, reports: list[dict[str, Any]]) -> str:
         f"{DEFINITION} Intervals are 95 % bootstrap intervals over groups of requests.",
         "",
     ]
-    return "\n".join([*lines, *_table(served_rows(reports))]) + "\n"
+    return "\n".join([*lines, *table(served_rows(reports))]) + "\n"
 
 
 def report_markdown(report: dict[str, Any]) -> str:
@@ -104,17 +104,17 @@ def report_markdown(report: dict[str, Any]) -> str:
         "",
         f"{report['prompts']} held-out requests, {report['rounds']} verify rounds. {DEFINITION} {INTERVALS} {SIMULATED}",
         "",
-        *_table([{"measure": what, "value": value} for what, value in acceptance_rows(report)]),
-        *_section("Prompt sets", _table(set_rows(report))),
-        *_section("Tokens committed a round", _table(_histogram_rows(report))),
-        *_section("By length of the text before a round", _table(_context_rows(report))),
+        *table([{"measure": what, "value": value} for what, value in acceptance_rows(report)]),
+        *_section("Prompt sets", table(set_rows(report))),
+        *_section("Tokens committed a round", table(_histogram_rows(report))),
+        *_section("By length of the text before a round", table(_context_rows(report))),
         *_section("Counted", [f"- {name}: {count:,}" for name, count in report["counts"].items()]),
         *_section("While it was trained", _evaluation_lines(report.get("evaluation"))),
         *_section("Training", _training_lines(report)),
         *_section("Data", _data_lines(report)),
     ]
     if report["divergences"]:
-        lines += _section("Differences from the target alone", _table(_divergence_rows(report)))
+        lines += _section("Differences from the target alone", table(_divergence_rows(report)))
     return "\n".join(lines) + "\n"
 
 
@@ -122,7 +122,8 @@ def _section(title: str, lines: list[str]) -> list[str]:
     return ["", f"## {title}", "", *lines] if lines else []
 
 
-def _table(rows: list[dict[str, str]]) -> list[str]:
+def table(rows: list[dict[str, str]]) -> list[str]:
+    """Lines of a Markdown table whose columns are the keys of the first row."""
     if not rows:
         return []
     lines = [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
@@ -166,7 +167,7 @@ def _evaluation_lines(evaluation: dict[str, Any] | None) -> list[str]:
         return []
     together = evaluation["correlation"]
     return [
-        *_table([_evaluation_row(one) for one in evaluation["evaluations"]]),
+        *table([_evaluation_row(one) for one in evaluation["evaluations"]]),
         "",
         f"- correlation of simulated and real: {'not known (fewer than 3 values, or one is constant)' if together is None else f'{together:.2f}'}",
         f"- best checkpoint by real acceptance: step {evaluation['best_step']}",

@@ -30,7 +30,11 @@ def read_facts(path: str) -> TargetFacts:
 
     if not Path(path).is_dir() and path.count("/") != 1:
         raise ValueError(f"target.path {path!r}: no such directory, and no hub id of the form owner/name")
+    file = Path(path) / "config.json"
+    if file.is_file():
+        _check_no_drafter(json.loads(file.read_text(encoding="utf-8")), path)
     top = AutoConfig.from_pretrained(path)
+    _check_no_drafter(vars(top), path)
     config = top.get_text_config()
     heads = config.num_attention_heads
     return TargetFacts(
@@ -71,6 +75,16 @@ def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
 def _generation_eos(path: str) -> tuple[int, ...]:
     file = Path(path) / "generation_config.json"
     return _ids(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")) if file.is_file() else ()
+
+
+def _check_no_drafter(config: dict[str, Any], path: str) -> None:
+    """Raises ValueError where it is a drafter's: transformers would open that as a model with random embedding and head."""
+    if {"dflash_config", "speculators_model_type"} & config.keys():
+        verifier = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
+        target = config.get("target_model") or verifier or "the model that it was trained for"
+        raise ValueError(
+            f"target.path {path!r} is a DFlash drafter, not a standalone model: it has no embedding and head of its own; name {target}"
+        )
 
 
 def choose_attention(wanted: str, device: str) -> str:

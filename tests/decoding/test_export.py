@@ -134,7 +134,7 @@ def test_readme_names_target_layers_and_draft_tokens(export: Path) -> None:
     assert "`some/target`, not a standalone model" in text
     assert "layers 0, 1, 2" in text
     assert '"num_speculative_tokens": 3}' in text
-    assert "--speculative-num-draft-tokens 4`" in text
+    assert "--speculative-num-draft-tokens 4\n" in text
 
 
 def test_a_second_export_replaces_the_first_whole(export: Path, masters: dict[str, Tensor]) -> None:

@@ -13,8 +13,10 @@ import yaml
 from mlflow import MlflowClient
 
 from dflash_core import preparation
+from dflash_core.decoding.export import write_export
 from dflash_core.rundir import open_run
 from flows import command
+from flows.evaluate import check
 from flows.prepare import verify
 from flows.settings import load_config
 from tests import fakes
@@ -125,3 +127,21 @@ def test_verification_says_whether_there_was_a_manifest_to_compare_with(run_file
     (run.shards / "manifest.json").unlink()
     verify(config, directory=str(run.shards))
     assert "(rows alone, no manifest.json to compare with)" in caplog.text
+
+
+def test_a_drafter_that_not_every_engine_serves_is_exit_code_1(
+    run_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export = write_export(tmp_path / "export", fakes.make_drafter().state_dict(), fakes.make_shape(), target="some/target")
+    check(load_config(str(run_file)), directory=str(export))
+    assert '"num_speculative_tokens": 3}' in caplog.text
+    assert "--speculative-num-draft-tokens 4" in caplog.text
+    assert f"{export}: every engine would serve what was trained" in caplog.text
+    values = json.loads((export / "config.json").read_text())
+    values.pop("rope_theta")
+    (export / "config.json").write_text(json.dumps(values))
+    done = run_command(clean_environment(tmp_path / "prefect"), "evaluate", "--check-export", str(export))
+    assert done.returncode == 1
+    assert "MLX and older loaders: differs: rope_theta only inside rope_parameters" in done.stdout
+    assert "1 finding above; not every engine would serve what was trained" in done.stdout
+    assert done.stderr == ""

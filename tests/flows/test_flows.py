@@ -60,7 +60,15 @@ def test_a_finished_run_prints_its_report_and_evaluate_measures_again(run_file: 
     assert "finished before" in caplog.text
     assert "acceptance length, this drafter" in caplog.text
     assert (run / "report.json").stat().st_mtime_ns == written
+    weights, card = run / "export" / "model.safetensors", run / "export" / "README.md"
+    assert "4 held-out requests" in card.read_text()
+    before = weights.stat()
+    card.write_text("stale")
     assert call(evaluate, run_file)["acceptance_length"] == first["acceptance_length"]
+    report = json.loads((run / "report.json").read_text())
+    assert f"| acceptance length, n-gram reference | {report['acceptance_length_ngram']:.2f} |" in card.read_text()
+    assert "greedy, float32, at most 12 new tokens, 1 together, block size 4" in card.read_text()
+    assert (weights.stat().st_ino, weights.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert (run / "report.json").stat().st_mtime_ns > written
     with pytest.raises(ValueError, match=r"training\.learning_rate: 0\.0006 -> 0\.5"):
         call(train, run_file, overrides={"training.learning_rate": 0.5})

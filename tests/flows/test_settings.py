@@ -134,3 +134,17 @@ def test_print_config_can_be_run_again(run_file: Path, tmp_path: Path, monkeypat
 
 def test_the_quickstart_file_is_complete() -> None:
     assert load_config(QUICKSTART).name == "quickstart"
+
+
+def test_the_preset_of_a_fine_tuned_target_is_the_same_drafter_with_less_training() -> None:
+    plain, again = (load_config(str(Path(QUICKSTART).parent / f"{name}.yaml")) for name in ("qwen3-8b", "retarget"))
+    assert again.drafter == plain.drafter
+    assert again.training.warm_start == f"runs/{plain.name}/export"
+    assert again.training.learning_rate < plain.training.learning_rate
+    assert again.training.epochs < plain.training.epochs
+
+
+def test_a_config_whose_start_is_missing_is_one_line(run_file: Path, tmp_path: Path, capsys) -> None:
+    assert "training.warm_start 'nowhere'" in refused(
+        capsys, "--config", str(run_file), "--training.warm_start", "nowhere", "--print-config"
+    )
