@@ -105,6 +105,9 @@ class DrafterShape:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]  # K
     num_target_layers: int
+    sliding_layers: tuple[int, ...] = ()  # see the last sliding_window tokens; the others see all
+    sliding_window: int | None = None  # None exactly where no layer slides
+    sliding_causal: bool = True  # slots of a sliding layer see no later slot of their block
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from dflash_core.modeling.attention import BlockView, attend
+from dflash_core.modeling.attention import BlockView, attend, one_block
 from dflash_core.records import DrafterShape
 
 KeyValue = tuple[Tensor, Tensor]  # [B, kv_heads, T, head_dim] each
@@ -132,12 +132,22 @@ class Drafter(nn.Module):
     def forward(self, embeddings: Tensor, positions: Tensor, context: list[KeyValue], view: BlockView | None = None) -> Tensor:
         """Final-normed states [B, Q, H] of block slots given their embeddings [B, Q, H] and absolute positions [B, Q].
 
-        `view` says what each slot sees; None: everything (one block, context up to its anchor).
+        `view` says what each slot sees, but for windows; None: everything (one block, context up to its anchor).
         """
         rotary = self.rotary(positions)
-        for layer, key_value in zip(self.layers, context, strict=True):
-            embeddings = layer(embeddings, rotary, key_value, view)
+        views = self._views(view, rows=len(embeddings), slots=embeddings.shape[1], key=context[0][0])
+        for layer, key_value, own in zip(self.layers, context, views, strict=True):
+            embeddings = layer(embeddings, rotary, key_value, own)
         return self.norm(embeddings)
+
+    def _views(self, view: BlockView | None, *, rows: int, slots: int, key: Tensor) -> list[BlockView | None]:
+        """What the slots see in each layer, whose context keys are like `key`."""
+        shape = self.shape
+        if shape.sliding_window is None:
+            return [view] * shape.num_layers
+        view = view or one_block(rows=rows, context_length=key.shape[2], block_size=slots, device=key.device)
+        sliding = view.sliding(shape.sliding_window, causal=shape.sliding_causal)
+        return [sliding if layer in shape.sliding_layers else view for layer in range(shape.num_layers)]
 
 
 def new_drafter(shape: DrafterShape, seed: int) -> Drafter:
