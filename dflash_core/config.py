@@ -24,7 +24,8 @@ class TargetConfig(Section):
     path: str = Field(description="Directory of a transformers checkpoint, or a hub id.")
     dtype: Dtype = Field("bfloat16", description="Precision of the target's forward passes.")
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        "auto", description="auto: flash-attn where it is importable and the device is CUDA, else sdpa."
+        "auto",
+        description="auto: flash-attn where it is importable and the device is CUDA, else sdpa; eager for a target without.",
     )
 
 

@@ -85,6 +85,8 @@ class TargetFacts:
     eos_ids: tuple[int, ...]
     pad_ids: tuple[int, ...]
     bos_ids: tuple[int, ...]
+    rope_scaling: dict[str, Any] | None = None  # of the drafter: as in DrafterShape
+    logit_softcap: float | None = None  # logits are cap x tanh(logits / cap)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,8 @@ class DrafterShape:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]  # K
     num_target_layers: int
+    rope_scaling: dict[str, Any] | None = None  # {"rope_type": "yarn", ...} as modeling.rope knows it; None: plain rotary
+    logit_softcap: float | None = None  # of the target's head
     sliding_layers: tuple[int, ...] = ()  # see the last sliding_window tokens; the others see all
     sliding_window: int | None = None  # None exactly where no layer slides
     sliding_causal: bool = True  # slots of a sliding layer see no later slot of their block

@@ -64,6 +64,8 @@ def resolve(config: Config, target: TargetFacts) -> DrafterShape:
         mask_token_id=int(drafter.mask_token_id or 0),
         target_layer_ids=tuple(ids),
         num_target_layers=target.num_layers,
+        rope_scaling=target.rope_scaling,
+        logit_softcap=target.logit_softcap,
         sliding_layers=sliding,
         sliding_window=drafter.sliding_window,
         sliding_causal=drafter.sliding_causal,

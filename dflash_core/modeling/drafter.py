@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_core.modeling.attention import BlockView, attend, one_block
+from dflash_core.modeling.rope import frequencies
 from dflash_core.records import DrafterShape
 
 KeyValue = tuple[Tensor, Tensor]  # [B, kv_heads, T, head_dim] each
@@ -36,15 +37,15 @@ class RMSNorm(nn.Module):
 class Rotary(nn.Module):
     """cos and sin [B, T, head_dim] of absolute positions, NeoX halves; frequencies stay fp32 and are no parameter."""
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        self.head_dim, self.theta = head_dim, theta
+        self.inverse, self.factor = frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
-        angles = positions.unsqueeze(-1).float() * self.theta**-exponents  # [B, T, head_dim / 2]
+        inverse = torch.tensor(self.inverse, device=positions.device, dtype=torch.float32)
+        angles = positions.unsqueeze(-1).float() * inverse  # [B, T, head_dim / 2]
         angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos(), angles.sin()
+        return angles.cos() * self.factor, angles.sin() * self.factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.rotary = Rotary(shape.head_dim, shape.rope_theta)
+        self.rotary = Rotary(shape)
 
     def context(self, target_hidden: Tensor, *, start: int | Tensor = 0) -> list[KeyValue]:
         """Keys and values of every layer for tapped states [B, T, K*H] at positions start .. start+T-1; `start` may be [B, 1]."""
