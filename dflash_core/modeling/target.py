@@ -33,15 +33,16 @@ def read_facts(path: str) -> TargetFacts:
         raise ValueError(f"target.path {path!r}: no such directory, and no hub id of the form owner/name")
     top = AutoConfig.from_pretrained(path)
     config = top.get_text_config()
-    heads = config.num_attention_heads
+    layer = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config  # Gemma 4: kinds differ in size
+    heads = layer.num_attention_heads
     theta, scaling = drafter_rope(getattr(config, "rope_parameters", None) or {}, source=f"target.path {path!r}")
     return TargetFacts(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=layer.intermediate_size,
         num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_kv_heads=getattr(layer, "num_key_value_heads", None) or heads,
+        head_dim=getattr(layer, "head_dim", None) or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
         rope_theta=theta,

@@ -34,8 +34,8 @@ LINEAR = {
     "linear_value_head_dim": 8,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 5e4}
-THETAS = {"gemma3": 1e6, "gpt_oss": 5e4}  # the others: 1e4
-CAPS = {"gemma2": 0.5, "gemma3": 1.0}  # the others: none
+THETAS = {"gemma3": 1e6, "gemma4": 1e6, "gpt_oss": 5e4, "mixtral": 5e4}  # the others: 1e4
+CAPS = {"gemma2": 0.5, "gemma3": 1.0, "gemma4": 1.0}  # the others: none
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES),
     "llama, tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -45,6 +45,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, **SLIDING, query_pre_attn_scalar=8, final_logit_softcapping=0.5),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **SLIDING, query_pre_attn_scalar=8, final_logit_softcapping=1.0),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **SIZES, **SLIDING, hidden_size_per_layer_input=0, num_kv_shared_layers=0, final_logit_softcapping=1.0
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, rope_parameters=PLAIN),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeConfig(
+        text_config={**SIZES, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16}
+    ),
     "qwen3_5": lambda: transformers.Qwen3_5Config(text_config={**SIZES, **LINEAR}),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(**SIZES, **LINEAR, **EXPERTS, shared_expert_intermediate_size=16),
 }
