@@ -43,6 +43,11 @@ class DrafterConfig(Section):
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
     intermediate_size: Count | None = None
     mask_token_id: int | None = Field(None, description="Reserved token of the target's vocabulary for the unknown slots.")
+    sample_from_anchor: bool = Field(
+        False,
+        description="The anchor's slot drafts, too: slot k predicts the token at anchor + k + 1, a draft token more a block. No "
+        "engine serves that as DFlash.",
+    )
     layer_types: tuple[LayerType, ...] | None = Field(
         None,
         description="One a layer: full_attention sees all, sliding_attention the last sliding_window tokens; None: all full.",

@@ -69,6 +69,7 @@ def resolve(config: Config, target: TargetFacts) -> DrafterShape:
         sliding_layers=sliding,
         sliding_window=drafter.sliding_window,
         sliding_causal=drafter.sliding_causal,
+        sample_from_anchor=drafter.sample_from_anchor,
     )
     check_ahead_bytes(config, shape)
     return shape

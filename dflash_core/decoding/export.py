@@ -7,6 +7,7 @@ base in both spellings, layer types spelled out. The target's embedding and head
 """
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -17,9 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dflash_core.decoding.variants import declared, notes, read_variants, unserved
 from dflash_core.modeling.drafter import Drafter, tensor_shapes
 from dflash_core.records import DrafterShape
 
+LOG = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 SIZES = {  # field of DrafterShape: key of config.json
     "num_layers": "num_hidden_layers",
@@ -39,6 +42,7 @@ SIZES = {  # field of DrafterShape: key of config.json
 
 def export_config(shape: DrafterShape, target: str) -> dict[str, Any]:
     """`config.json` of an export."""
+    top, nested = declared(shape)
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -48,6 +52,7 @@ def export_config(shape: DrafterShape, target: str) -> dict[str, Any]:
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": list(shape.target_layer_ids),
             "block_size": shape.block_size,
+            **nested,
         },
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -58,17 +63,11 @@ def export_config(shape: DrafterShape, target: str) -> dict[str, Any]:
         "vocab_size": shape.vocab_size,
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        **top,
         "max_position_embeddings": shape.max_positions,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        "layer_types": ["full_attention"] * shape.num_layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "max_window_layers": shape.num_layers,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
@@ -81,9 +80,10 @@ README = """# DFlash drafter
 A drafter for speculative decoding with `{target}`, not a standalone model: it has neither embedding nor head and reads the
 target's hidden states after layers {layers} (0-based; the output of that decoder layer).
 
-- block size {block_size}: the anchor and {drafts} draft tokens a pass (`num_speculative_tokens` {drafts}); slot k predicts the token at anchor + k
-- mask token id {mask}
-
+- block size {block_size}: the anchor and {drafts} draft tokens a pass (`num_speculative_tokens` {drafts}); slot k predicts the token at anchor + k{offset}
+- mask token id {mask}{notes}
+"""
+SERVED = """
 vLLM: `--speculative-config '{{"method": "dflash", "model": "<this directory>", "num_speculative_tokens": {drafts}}}'`
 
 SGLang: `--speculative-algorithm DFLASH --speculative-draft-model-path <this directory> --speculative-num-draft-tokens {block_size}`
@@ -99,12 +99,16 @@ def write_export(directory: Path, weights: dict[str, Tensor], shape: DrafterShap
     narrow = {name: tensor.detach().cpu().to(torch.bfloat16).contiguous() for name, tensor in sorted(weights.items())}
     save_file(narrow, beside / WEIGHTS, metadata={"format": "pt"})
     (beside / CONFIG).write_text(json.dumps(export_config(shape, target), indent=2) + "\n", encoding="utf-8")
-    readme = README.format(
+    for note in unserved(shape):
+        LOG.warning("%s: %s", directory, note)
+    readme = (README if shape.sample_from_anchor else README + SERVED).format(
         target=target,
         layers=", ".join(map(str, shape.target_layer_ids)),
         block_size=shape.block_size,
-        drafts=shape.block_size - 1,
+        drafts=shape.block_size - shape.first_slot,
+        offset=" + 1" if shape.sample_from_anchor else "",
         mask=shape.mask_token_id,
+        notes="".join(f"\n- {note}" for note in notes(shape)),
     )
     (beside / "README.md").write_text(readme, encoding="utf-8")
     old = directory.with_name(directory.name + ".old")
@@ -142,6 +146,7 @@ def read_shape(directory: Path) -> tuple[DrafterShape, str]:
         **{field: config[key] for field, key in SIZES.items()},
         mask_token_id=nested["mask_token_id"],
         target_layer_ids=tuple(nested["target_layer_ids"]),
+        **read_variants(config, source=str(path)),
     )
     return shape, config.get("target_model", "")
 

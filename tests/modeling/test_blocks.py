@@ -31,6 +31,7 @@ DRAFTERS = {
     "one sliding": make_drafter(**{**SLIDING, "sliding_layers": (0,)}),
     "sliding": make_drafter(**SLIDING),
     "sliding, not causal": make_drafter(**SLIDING, sliding_causal=False),
+    "from the anchor": make_drafter(sample_from_anchor=True),
 }
 Logits = Callable[..., Tensor]
 
@@ -160,8 +161,9 @@ def test_decoding_over_a_cache_equals_training(ends: TargetEnds, logits_of: Logi
             cache.extend(taps[:, done:anchor], [anchor - done])
             done = anchor
             proposal = cache.propose([ids[0, : anchor + 1].tolist()])
-            torch.testing.assert_close(seen[-1][0], together[0, j, 1:], atol=1e-5, rtol=0)
-            assert proposal[0] == together[0, j, 1:].argmax(-1).tolist()
+            drafting = together[0, j, drafter.shape.first_slot :]
+            torch.testing.assert_close(seen[-1][0], drafting, atol=1e-5, rtol=0)
+            assert proposal[0] == drafting.argmax(-1).tolist()
 
 
 def test_a_batch_over_a_cache_equals_training(ends: TargetEnds, logits_of: Logits, drafter: Drafter) -> None:
@@ -172,7 +174,8 @@ def test_a_batch_over_a_cache_equals_training(ends: TargetEnds, logits_of: Logit
     cache.start(3)
     cache.extend(taps, anchors)
     drafts = cache.propose([ids[row, : anchor + 1].tolist() for row, anchor in enumerate(anchors)])
-    assert drafts == logits_of(ids, taps, [[anchor] for anchor in anchors])[:, 0, 1:].argmax(-1).tolist()
+    together = logits_of(ids, taps, [[anchor] for anchor in anchors])
+    assert drafts == together[:, 0, drafter.shape.first_slot :].argmax(-1).tolist()
 
 
 def test_zero_features_equal_training_on_zero_taps(ends: TargetEnds, logits_of: Logits, drafter: Drafter) -> None:
@@ -181,7 +184,7 @@ def test_zero_features_equal_training_on_zero_taps(ends: TargetEnds, logits_of: 
     cache = DraftCache(drafter, ends)
     cache.start(1)
     cache.extend(torch.zeros_like(taps[:, :9]), [9])
-    assert cache.propose([ids[0, :10].tolist()])[0] == blind[0, 0, 1:].argmax(-1).tolist()
+    assert cache.propose([ids[0, :10].tolist()])[0] == blind[0, 0, drafter.shape.first_slot :].argmax(-1).tolist()
 
 
 def test_rows_of_a_batch_do_not_see_each_other(logits_of: Logits) -> None:
@@ -208,3 +211,5 @@ def test_states_at_labels_are_those_of_the_token_before(ends: TargetEnds) -> Non
     anchors, valid = torch.tensor([[0, 13], [5, 0]]), torch.tensor([[True, True], [True, False]])
     blocks = build_blocks(ids, mask, anchors, valid, block_size=SIZE, mask_token_id=MASK, gamma=4.0)
     assert at_labels(last, blocks).flatten().tolist() == [0, 1, 2, 13, 14, LENGTH + 5]
+    blocks = build_blocks(ids, mask, anchors, valid, block_size=SIZE, mask_token_id=MASK, gamma=4.0, first_slot=0)
+    assert at_labels(last, blocks).flatten().tolist() == [0, 1, 2, 3, 13, 14, LENGTH + 5]
