@@ -182,6 +182,9 @@ def _rope(export: Export) -> Iterator[Finding]:
         )
     elif theta is not None and theta != old:
         yield _all("differs", f"rope_theta {old} and rope_parameters.rope_theta {theta} contradict each other")
+    scaling, own = export.model.get("rope_scaling"), {key: value for key, value in new.items() if key != "rope_theta"}
+    if scaling and own and own != scaling:
+        yield _all("differs", f"rope_scaling {scaling} and rope_parameters {own} contradict each other")
     if leaked := sorted(key for key in new if key.startswith("mrope") or key == "partial_rotary_factor"):
         yield _all("differs", f"rope_parameters has the target's {', '.join(leaked)}: only a part of each head would be rotated")
 
