@@ -18,7 +18,7 @@ from torch import Tensor
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 RUN = 8  # blocks of a run where the context is long; the fewer, the less is masked and the more kernels are called
-SHORT = 1024  # context up to which all blocks are one run
+SHORT = 1024  # context up to which all blocks are one run, where there is no window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def runs_of_blocks(
 ) -> list[Run]:
     """The context parts of blocks with `anchors` [B, N] (rising but for padding, which sees no context)."""
     longest = int(torch.where(valid, anchors, 0).max())
-    run = run or (RUN if longest > SHORT else anchors.shape[1])
+    run = run or (anchors.shape[1] if window is None and longest <= SHORT else RUN)
     runs = []
     for first in range(0, anchors.shape[1], run):
         last = min(first + run, anchors.shape[1])

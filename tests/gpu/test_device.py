@@ -14,6 +14,7 @@ import torch
 
 from dflash_core import assembly, preparation
 from dflash_core.config import Config
+from dflash_core.modeling.attention import BlockView, attend
 from dflash_core.records import Batch, PlannedBatch, TappedBatch, TrainResult
 from dflash_core.rundir import RunDirectory, open_run
 from dflash_core.training.transfer import Carrier
@@ -44,6 +45,26 @@ def test_a_shared_device_trains_what_the_cpu_trains(tmp_path: Path, target_dir: 
         config = make_config(tmp_path, target_dir, name=device.replace(":", ""), pipeline=pipeline, training={"epochs": 3})
         found[device] = losses(train(config)[1])
     assert found["cuda:0"] == pytest.approx(found["cpu"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (64, True), (64, False)])
+def test_flex_and_its_gradients_equal_dense(window: int | None, causal: bool) -> None:
+    """Lengths that no tile divides, a padding block, keys that heads share."""
+    generator = torch.Generator().manual_seed(0)
+    anchors = torch.tensor([[3, 70, 71, 200, 330], [0, 9, 150, 0, 0]], device="cuda:0")
+    valid = torch.tensor([[True] * 5, [True] * 3 + [False] * 2], device="cuda:0")
+    sizes = [(4, 5 * 7), *[(2, 331)] * 2, *[(2, 5 * 7)] * 2]
+    leaves = [torch.randn(2, *size, 64, generator=generator).to("cuda:0").requires_grad_() for size in sizes]
+    found = []
+    for backend in ("dense", "flex"):
+        view = BlockView(
+            anchor_positions=anchors, block_valid=valid, context_length=331, block_size=7, backend=backend,
+            window=window, causal=causal,
+        )  # fmt: skip
+        out = attend(leaves[0], (leaves[1], leaves[2]), (leaves[3], leaves[4]), view)
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
+    for dense, flex in zip(*found, strict=True):
+        assert float((flex - dense).abs().max()) < 1e-3 * float(dense.abs().max())
 
 
 def test_states_are_whole_when_the_next_tap_runs_already() -> None:
