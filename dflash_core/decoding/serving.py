@@ -199,6 +199,8 @@ def _windows(export: Export) -> Iterator[Finding]:
         yield Finding(
             engine="SGLang", level="differs", text="dflash_config.use_swa is not known there: windows become full attention"
         )
+    if sliding and "full_attention" in (types or ()):
+        yield Finding(engine="vLLM", level="note", text="layers of both kinds need VLLM_USE_V2_MODEL_RUNNER=1")
     if sliding and causal is False:
         yield Finding(engine="SGLang", level="differs", text="sliding layers are always causal inside the block there")
     if sliding and causal is not False:
@@ -221,7 +223,8 @@ def _layout(export: Export) -> Iterator[Finding]:
         yield _all("differs", f"block_size {outer} and dflash_config.block_size {inner} contradict each other")
     if export.config.get("sample_from_anchor") or export.find("shift_label"):
         yield _all(
-            "differs", "slot k predicts the token after anchor + k (from-anchor layout): engines read slot k as anchor + k"
+            "differs",
+            "slot k predicts the token after anchor + k (from-anchor layout): engines read slot k as anchor + k, or refuse it",
         )
         return
     yield Finding(engine="vLLM", level="note", text=f'serve with {{"method": "dflash", "num_speculative_tokens": {size - 1}}}')

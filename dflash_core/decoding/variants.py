@@ -13,11 +13,18 @@ from dflash_core.modeling.rope import drafter_rope
 from dflash_core.records import DrafterShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+MIXED = "vLLM serves layers of both kinds with VLLM_USE_V2_MODEL_RUNNER=1"
 NOT_CAUSAL = "sliding layers see their whole block (`is_causal` false): vLLM serves that, SGLang does not read it and serves another drafter"
 FROM_ANCHOR = (
-    "slot k predicts the token at anchor + k + 1 (`sample_from_anchor`): vLLM, SGLang and z-lab's loop read slot k of a DFlash drafter "
-    "as the token at anchor + k and would accept next to nothing; vLLM has the layout in its dspark method only"
+    "slot k predicts the token at anchor + k + 1 (`sample_from_anchor`): engines read slot k of a DFlash drafter as the token at "
+    "anchor + k and would accept next to nothing; vLLM's newer runner refuses it and has the layout in its dspark method only"
 )
+NOT_READ_BY_ALL = {
+    "partial_rotary_factor": 1.0,
+    "attention_factor": None,
+    "mscale": None,
+    "mscale_all_dim": None,
+}  # and no effect
 
 
 def declared(shape: DrafterShape) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -50,18 +57,21 @@ def unserved(shape: DrafterShape) -> list[str]:
 def notes(shape: DrafterShape) -> list[str]:
     """What who serves the drafter must know besides its sizes."""
     windows = f"layers {', '.join(map(str, shape.sliding_layers))} see the last {shape.sliding_window} tokens"
-    return [*([windows] if shape.sliding_layers else []), *unserved(shape)]
+    mixed = 0 < len(shape.sliding_layers) < shape.num_layers
+    found = {windows: bool(shape.sliding_layers), MIXED: mixed}
+    return [*(text for text, true in found.items() if true), *unserved(shape)]
 
 
 def read_variants(config: dict[str, Any], *, source: str) -> dict[str, Any]:
     """Those fields of DrafterShape from a `config.json`. Raises ValueError, naming `source`, where it contradicts itself.
 
-    Windows are vLLM's: `dflash_config.use_swa` makes all layers slide where none is named.
+    Windows are vLLM's: `dflash_config.use_swa` makes all layers slide where none is named, and these are not causal unless that is said.
     """
     nested, layers = config["dflash_config"], config["num_hidden_layers"]
-    types, window = config.get("layer_types") or [FULL] * layers, config.get("sliding_window")
-    if nested.get("use_swa") and SLIDING not in types:
-        types, window = [SLIDING] * layers, nested.get("swa_window_size", window)
+    types, window = config.get("layer_types") or [FULL] * layers, nested.get("swa_window_size", config.get("sliding_window"))
+    named = SLIDING in types
+    if nested.get("use_swa") and not named:
+        types = [SLIDING] * layers
     if len(types) != layers or set(types) - {FULL, SLIDING}:
         raise ValueError(f"{source}: layer_types {types} of {layers} layers; each must be {FULL} or {SLIDING}")
     sliding = tuple(layer for layer, kind in enumerate(types) if kind == SLIDING)
@@ -77,7 +87,7 @@ def read_variants(config: dict[str, Any], *, source: str) -> dict[str, Any]:
         "logit_softcap": nested.get("final_logit_softcapping"),
         "sliding_layers": sliding,
         "sliding_window": window if sliding else None,
-        "sliding_causal": not sliding or causal is not False,
+        "sliding_causal": not sliding or (named if causal is None else bool(causal)),
         "sample_from_anchor": bool(config.get("sample_from_anchor", nested.get("sample_from_anchor", False))),
     }
 
@@ -85,8 +95,11 @@ def read_variants(config: dict[str, Any], *, source: str) -> dict[str, Any]:
 def _scaling(config: dict[str, Any], source: str) -> dict[str, Any] | None:
     """The rotary schema, which both spellings must agree on."""
     spellings = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
-    if leaked := [key for key, own in spellings.items() if own.get("partial_rotary_factor", 1.0) != 1.0]:
-        raise ValueError(f"{source}: partial_rotary_factor in {', '.join(leaked)}; a drafter turns whole heads")
+    found = {key for own in spellings.values() for key, value in own.items() if value != NOT_READ_BY_ALL.get(key, value)}
+    if found:
+        raise ValueError(
+            f"{source}: {', '.join(sorted(found))} in {spellings}; drafters turn whole heads, by the keys that all engines read"
+        )
     read = [drafter_rope({"rope_theta": config["rope_theta"], **own}, source=source) for own in spellings.values()]
     if any(own != (config["rope_theta"], read[0][1]) for own in read):
         raise ValueError(f"{source}: rope_theta {config['rope_theta']} and {spellings} contradict each other")

@@ -259,7 +259,7 @@ class TargetEnds:
 def load_ends(path: str, *, dtype: str, device: str, attention: str) -> TargetEnds:
     """Embedding and head alone, in `dtype`; the layers are dropped. Raises ValueError as `check_ends` does."""
     choose_attention(attention, device)
-    model = load_model(path, dtype=dtype, device="cpu", attention="sdpa" if attention == "flash_attention_2" else attention)
+    model = load_model(path, dtype=dtype, device="cpu", attention="auto" if attention == "flash_attention_2" else attention)
     decoder = decoder_of(model)
     decoder.layers = decoder.layers[:1]
     ends = TargetEnds(model)

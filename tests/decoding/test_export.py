@@ -216,7 +216,7 @@ def test_what_engines_serve_otherwise_is_in_the_readme_and_in_the_log(tmp_path: 
     assert "SGLang does not read it" in caplog.text
     text = (exported(tmp_path / "anchor", sample_from_anchor=True) / "README.md").read_text()
     assert "4 draft tokens a pass (`num_speculative_tokens` 4); slot k predicts the token at anchor + k + 1" in text
-    assert "vLLM has the layout in its dspark method only" in text
+    assert "has the layout in its dspark method only" in text
     assert "--speculative" not in text
     assert "would accept next to nothing" in caplog.text
 
@@ -231,7 +231,8 @@ WRONG_VARIANTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda c: c.update(rope_theta=5e5), "rope_theta 500000.0 and .* contradict each other"),
     (lambda c: c.update(rope_scaling=LINEAR), "contradict each other"),
     (lambda c: c["rope_parameters"].update(rope_type="dynamic", factor=2.0), "config.json: rope_type dynamic is not supported"),
-    (lambda c: c["rope_parameters"].update(partial_rotary_factor=0.25), "partial_rotary_factor in rope_parameters; a drafter"),
+    (lambda c: c["rope_parameters"].update(partial_rotary_factor=0.25), "partial_rotary_factor in .*; drafters turn whole heads"),
+    (lambda c: c["rope_parameters"].update({**YARN, "mscale": 0.7}), "mscale in .* the keys that all engines read"),
 ]
 
 
@@ -252,6 +253,11 @@ def test_settings_of_other_trainers_are_understood(export: Path) -> None:
     path.write_text(json.dumps({**ours, "dflash_config": nested}))
     shape = read_shape(export)[0]
     assert (shape.sliding_layers, shape.sliding_window, shape.sliding_causal) == ((0, 1), 64, False)
+    nested.pop("causal")
+    path.write_text(json.dumps({**ours, "dflash_config": nested}))
+    assert read_shape(export)[0] == shape
+    path.write_text(json.dumps({**ours, "dflash_config": {**nested, "causal": True}}))
+    assert read_shape(export)[0].sliding_causal
     old = {key: value for key, value in ours.items() if key not in ("rope_parameters", "layer_types", "sliding_window")}
     path.write_text(json.dumps({**old, "rope_scaling": {"type": "linear", "factor": 2.0}}))
     assert read_shape(export)[0] == make_shape(rope_scaling=LINEAR)

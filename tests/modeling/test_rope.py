@@ -144,7 +144,7 @@ def test_gpt_oss_and_the_published_qwen_3_5_are_read(tmp_path: Path) -> None:
 
 
 def test_a_size_of_cos_and_sin_of_its_own_is_left_to_the_target() -> None:
-    """vLLM reads neither key of a yarn schema; training without them is what it serves."""
+    """Not all engines read these keys of a yarn schema; a drafter trained without them is served alike by all."""
     own = {**YARN, "rope_theta": 1e6, "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     assert drafter_rope(own, source="t") == (1e6, YARN)
 
