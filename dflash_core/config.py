@@ -15,6 +15,7 @@ from dflash_core.data_config import Beta, Count, DataConfig, PositiveFloat, Rege
 PREPARATION_WORK = {"part_rows", "processes", "task_runner", "scheduler"}  # of `data`: who does the work, which no row depends on
 Dtype = Literal["float32", "bfloat16"]
 LossTerm = Literal["ce", "soft_ce", "kl", "tv", "nla", "lk"]
+LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class TargetConfig(Section):
@@ -23,7 +24,8 @@ class TargetConfig(Section):
     path: str = Field(description="Directory of a transformers checkpoint, or a hub id.")
     dtype: Dtype = Field("bfloat16", description="Precision of the target's forward passes.")
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        "auto", description="auto: flash-attn where it is importable and the device is CUDA, else sdpa."
+        "auto",
+        description="auto: flash-attn where it is importable and the device is CUDA, else sdpa; eager for a target without.",
     )
 
 
@@ -41,6 +43,21 @@ class DrafterConfig(Section):
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
     intermediate_size: Count | None = None
     mask_token_id: int | None = Field(None, description="Reserved token of the target's vocabulary for the unknown slots.")
+    sample_from_anchor: bool = Field(
+        False,
+        description="The anchor's slot drafts, too: slot k predicts the token at anchor + k + 1, a draft token more a block. No "
+        "engine serves that as DFlash.",
+    )
+    layer_types: tuple[LayerType, ...] | None = Field(
+        None,
+        description="One a layer: full_attention sees all, sliding_attention the last sliding_window tokens; None: all full.",
+    )
+    sliding_window: Count | None = Field(None, description="Tokens that a slot of a sliding layer sees, its own included.")
+    sliding_causal: bool = Field(
+        True,
+        description="Slots of a sliding layer see no later slot of their block, as engines serve it; false: they do, and SGLang "
+        "serves the drafter otherwise than it was trained.",
+    )
 
 
 class TrainingConfig(Section):

@@ -54,7 +54,8 @@ async def evaluate(config: Config, run: RunDirectory, stop: anyio.Event) -> Acce
 
 def _summary(config: Config, measured: Measurements) -> AcceptanceReport:
     block_size = config.evaluation.block_size or config.drafter.block_size
-    return report_on(measured, block_size=block_size, dtype=config.evaluation.dtype)
+    committed = block_size + config.drafter.sample_from_anchor
+    return report_on(measured, block_size=committed, dtype=config.evaluation.dtype)
 
 
 async def measure_endpoint(config: Config, run: RunDirectory, url: str, stop: anyio.Event) -> list[dict[str, Any]] | None:

@@ -81,7 +81,9 @@ def cost(config: Config, shape: DrafterShape, counted: Census, *, row_tokens: fl
     width, key_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     hidden, taps = shape.hidden_size, len(shape.target_layer_ids)
     layer = 2 * hidden * (width + key_width) + 3 * hidden * shape.intermediate_size
-    looks = 12 * (earlier + shape.block_size) * width * shape.num_layers
+    near = min(earlier, shape.sliding_window or math.inf)  # that a sliding layer looks at
+    seen = len(shape.sliding_layers) * near + (shape.num_layers - len(shape.sliding_layers)) * earlier
+    looks = 12 * (seen + shape.block_size * shape.num_layers) * width
     return Cost(
         target=2 * sum(counted.active[:run]) + attention,
         context=4 * taps * hidden * hidden + 6 * 2 * hidden * key_width * shape.num_layers,

@@ -5,7 +5,7 @@ Letters: B rows, T tokens, K tapped layers, H hidden size, N anchors a row, S bl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # config imports this module, and `--help` must not wait for torch
@@ -85,6 +85,8 @@ class TargetFacts:
     eos_ids: tuple[int, ...]
     pad_ids: tuple[int, ...]
     bos_ids: tuple[int, ...]
+    rope_scaling: dict[str, Any] | None = None  # of the drafter: as in DrafterShape
+    logit_softcap: float | None = None  # logits are cap x tanh(logits / cap)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,17 @@ class DrafterShape:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]  # K
     num_target_layers: int
+    rope_scaling: dict[str, Any] | None = None  # {"rope_type": "yarn", ...} as modeling.rope knows it; None: plain rotary
+    logit_softcap: float | None = None  # of the target's head
+    sliding_layers: tuple[int, ...] = ()  # see the last sliding_window tokens; the others see all
+    sliding_window: int | None = None  # None exactly where no layer slides
+    sliding_causal: bool = True  # slots of a sliding layer see no later slot of their block
+    sample_from_anchor: bool = False  # the anchor's slot drafts, too: slot k predicts the token at anchor + k + 1
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that drafts: it predicts the token after the anchor."""
+        return 0 if self.sample_from_anchor else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +157,14 @@ class AnchoredBlocks:
     anchor_positions: Tensor  # [B, N] int64; 0 where not valid
     block_valid: Tensor  # [B, N] bool
     block_ids: Tensor  # [B, N, S] int64
-    labels: Tensor  # [B, N, S] int64: the token at anchor + slot
-    weights: Tensor  # [B, N, S] float32: 0 on slot 0 and on everything not trained
+    labels: Tensor  # [B, N, S] int64: the token at anchor + 1 + slot - first_slot
+    weights: Tensor  # [B, N, S] float32: 0 on slots before first_slot and on everything not trained
+    first_slot: int = 1  # as in DrafterShape
 
     def to(self, device: str) -> AnchoredBlocks:
         """The same on another device."""
-        return AnchoredBlocks(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        tensors = {name: value.to(device) for name, value in vars(self).items() if name != "first_slot"}
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ Config  +  TargetFacts (the target's own config)  --resolve--> DrafterShape     
 import itertools
 import math
 
-from dflash_core.config import Config, PipelineConfig, TrainingConfig
+from dflash_core.config import Config, DrafterConfig, PipelineConfig, TrainingConfig
 from dflash_core.records import DrafterShape, TargetFacts
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -48,6 +48,7 @@ def resolve(config: Config, target: TargetFacts) -> DrafterShape:
         raise ValueError(
             f"data.max_length {config.data.max_length} is above the target's {target.max_positions} positions; lower it"
         )
+    sliding = _sliding_layers(drafter)
     shape = DrafterShape(
         num_layers=drafter.num_layers,
         hidden_size=target.hidden_size,
@@ -63,6 +64,12 @@ def resolve(config: Config, target: TargetFacts) -> DrafterShape:
         mask_token_id=int(drafter.mask_token_id or 0),
         target_layer_ids=tuple(ids),
         num_target_layers=target.num_layers,
+        rope_scaling=target.rope_scaling,
+        logit_softcap=target.logit_softcap,
+        sliding_layers=sliding,
+        sliding_window=drafter.sliding_window,
+        sliding_causal=drafter.sliding_causal,
+        sample_from_anchor=drafter.sample_from_anchor,
     )
     check_ahead_bytes(config, shape)
     return shape
@@ -79,6 +86,23 @@ def _tap_fault(ids: tuple[int, ...], num_layers: int) -> str | None:
     if any(a >= b for a, b in itertools.pairwise(ids)):
         return "not rising strictly"
     return None
+
+
+def _sliding_layers(drafter: DrafterConfig) -> tuple[int, ...]:
+    """Numbers of the layers with a window. Raises ValueError where kinds, number of layers and window do not fit."""
+    types, window = drafter.layer_types or (), drafter.sliding_window
+    if types and len(types) != drafter.num_layers:
+        raise ValueError(
+            f"drafter.layer_types names {len(types)} layers, drafter.num_layers is {drafter.num_layers}; name each layer"
+        )
+    sliding = tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+    if sliding and window is None:
+        raise ValueError(f"drafter.layer_types: layers {list(sliding)} slide without a window; set drafter.sliding_window")
+    if not sliding and (window is not None or not drafter.sliding_causal):
+        raise ValueError("drafter.sliding_window or sliding_causal without a sliding layer; name them in drafter.layer_types")
+    if window is not None and window < drafter.block_size:
+        raise ValueError(f"drafter.sliding_window {window} is below drafter.block_size {drafter.block_size}; raise it")
+    return sliding
 
 
 def _check_mask_token(mask: int | None, target: TargetFacts) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedTokenizerFast, Qwen3Config
 
 from dflash_core.config import Config
 from dflash_core.modeling.drafter import Drafter, new_drafter
@@ -59,10 +59,12 @@ def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     )
 
 
-def save_target(directory: Path, *, template: str | None = CHATML, seed: int = 0, **sizes: Any) -> Path:
+def save_target(
+    directory: Path, *, template: str | None = CHATML, seed: int = 0, family: type[Any] = Qwen3Config, **sizes: Any
+) -> Path:
     """A random float32 Qwen3 with its tokenizer in `directory`; `sizes` override its config (`num_hidden_layers=6`)."""
     tokenizer = make_tokenizer(template)
-    config = Qwen3Config(
+    config = family(
         **{
             "vocab_size": VOCAB,
             "hidden_size": 32,
@@ -82,7 +84,7 @@ def save_target(directory: Path, *, template: str | None = CHATML, seed: int = 0
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        Qwen3ForCausalLM(config).save_pretrained(directory)
+        MODEL_FOR_CAUSAL_LM_MAPPING[family](config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 

@@ -6,12 +6,16 @@ from typing import Any
 
 import anyio
 import pytest
+from transformers import Gemma2Config
 
 from dflash_core import assembly, preparation
 from dflash_core.config import Config
+from dflash_core.decoding.evaluate import EvaluationJob, measure
+from dflash_core.decoding.export import read_shape
+from dflash_core.opening import shard_places
 from dflash_core.records import TrainResult
 from dflash_core.rundir import RunDirectory, open_run
-from tests.fakes import IM_END, make_config
+from tests.fakes import IM_END, make_config, save_target
 
 
 @pytest.mark.parametrize(
@@ -81,6 +85,38 @@ def test_a_packed_target_trains_the_same_drafter_from_the_same_plan(tmp_path: Pa
         losses.append([row["loss"] for row in logged(run)])
     assert len(losses[0]) >= 4
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_all_variants_of_a_drafter_for_a_gemma_are_trained_exported_and_decoded(tmp_path: Path) -> None:
+    """Scaled embeddings, bounded logits, a teacher; windows of both kinds of model; the anchor's slot drafts."""
+    target = save_target(
+        tmp_path / "target", family=Gemma2Config, seed=2, initializer_range=0.3, final_logit_softcapping=20.0, sliding_window=16,
+        query_pre_attn_scalar=8,
+    )  # fmt: skip
+    drafter = {"num_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    config = make_config(
+        tmp_path,
+        target,
+        drafter={**drafter, "sample_from_anchor": True},
+        training={"loss": {"ce": 0.5, "tv": 0.5}, "loss_weights": "dpace", "epochs": 3},
+        pipeline={"ahead_bytes": 2**25},
+    )
+    facts, shape = assembly.check(config)
+    assert facts.logit_softcap == shape.logit_softcap == 20.0
+    run = prepared(config)
+    assert train(config, run).ledger["skipped"] == {}
+    rows = logged(run)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert all(row["counted"][0] == row["blocks"] for row in rows)
+    export = assembly.export(config, run)
+    assert read_shape(export)[0] == shape
+    job = EvaluationJob(
+        export=str(export), shards=shard_places(config, run), target=str(target), attention="auto", device="cpu",
+        evaluation=config.evaluation,
+    )  # fmt: skip
+    measured = measure(job).results
+    assert [one.drafted.tokens for one in measured] == [one.target.tokens for one in measured]
+    assert max(max(one.drafted.drafted, default=0) for one in measured) == 4
 
 
 def test_equal_batching_computes_no_padding(tmp_path: Path, target_dir: Path) -> None:

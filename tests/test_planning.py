@@ -1,5 +1,6 @@
 """The planner against the published sizes and rates of Qwen3.6-27B, whose config is written here."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,17 @@ def test_sizes(config: Config, counted: Census) -> None:
     assert near(planning.drafter_parameters(SHAPE), 1.73e9)
     assert near(planning.drafter_room(config, SHAPE, counted).parts["states"], 28 * GB)
     assert near(planning.target_room(config, SHAPE, counted).parts["taps"] / 16_384, 51.2e3)
+
+
+def test_a_sliding_layer_looks_at_its_window_only(config: Config, counted: Census) -> None:
+    """12 FLOPs a token that is looked at and a value of a head, forward and backward; rows of 8,000 tokens, 4,000 of them earlier."""
+    sliding = replace(SHAPE, sliding_layers=(0, 1, 2, 3), sliding_window=1000)
+    full, near, far = (
+        planning.cost(config, shape, counted, row_tokens=8000.0, anchors=64.0).block
+        for shape in (SHAPE, sliding, replace(sliding, sliding_window=10_000))
+    )
+    assert full - near == pytest.approx(12 * 4 * 3000 * 32 * 128)
+    assert far == full
 
 
 def test_evaluating_snapshots_needs_the_whole_target_and_a_copy_of_the_drafter(config: Config, counted: Census) -> None:

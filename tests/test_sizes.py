@@ -201,6 +201,47 @@ def test_sizes_left_out_follow_the_target_and_given_ones_win(tmp_path: Path) -> 
     assert (shape.hidden_size, shape.vocab_size, shape.rope_theta) == (32, 300, 1e6)
 
 
+SLIDES, FULL = "sliding_attention", "full_attention"
+
+
+def test_kinds_of_layers_reach_the_shape(tmp_path: Path) -> None:
+    shape = resolve(config(tmp_path), FACTS)
+    assert (shape.sliding_layers, shape.sliding_window, shape.sliding_causal) == ((), None, True)
+    given = {"num_layers": 3, "layer_types": [SLIDES, SLIDES, FULL], "sliding_window": 4, "sliding_causal": False}
+    shape = resolve(config(tmp_path, drafter=given), FACTS)
+    assert (shape.sliding_layers, shape.sliding_window, shape.sliding_causal) == ((0, 1), 4, False)
+    shape = resolve(config(tmp_path, drafter={"layer_types": [FULL]}), FACTS)
+    assert (shape.sliding_layers, shape.sliding_window) == ((), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"layer_types": [FULL, SLIDES], "sliding_window": 8}, "names 2 layers, drafter.num_layers is 1; name each"),
+        ({"layer_types": [SLIDES]}, r"layers \[0\] slide without a window; set drafter.sliding_window"),
+        ({"sliding_window": 8}, "without a sliding layer; name them in drafter.layer_types"),
+        ({"layer_types": [FULL], "sliding_window": 8}, "without a sliding layer"),
+        ({"sliding_causal": False}, "without a sliding layer"),
+        ({"layer_types": [SLIDES], "sliding_window": 3}, "sliding_window 3 is below drafter.block_size 4; raise it"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        resolve(config(tmp_path, drafter=given), FACTS)
+
+
+def test_the_label_layout_reaches_the_shape(tmp_path: Path) -> None:
+    assert resolve(config(tmp_path), FACTS).first_slot == 1
+    shape = resolve(config(tmp_path, drafter={"sample_from_anchor": True}), FACTS)
+    assert (shape.sample_from_anchor, shape.first_slot) == (True, 0)
+
+
+def test_rotary_schema_and_bounded_logits_are_the_targets(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    shape = resolve(config(tmp_path), TargetFacts(**{**vars(FACTS), "rope_scaling": yarn, "logit_softcap": 30.0}))
+    assert (shape.rope_theta, shape.rope_scaling, shape.logit_softcap) == (1e6, yarn, 30.0)
+
+
 @pytest.mark.parametrize(
     ("micro_batches", "accumulate", "max_steps", "steps"),
     [(14, 1, None, 14), (14, 3, None, 5), (1, 8, None, 1), (14, 3, 4, 4), (14, 3, 99, 5)],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.decoding.report import DEFINITION, INTERVALS, acceptance_rows, set_rows, table
+from dflash_core.decoding.variants import notes
 from dflash_core.records import DrafterShape
 
 CARD = "README.md"
@@ -36,9 +37,11 @@ TEXT = """# DFlash drafter
 A drafter for speculative decoding with `{target}`, not a standalone model: it has neither embedding nor head and reads the
 target's hidden states after layers {layers} (0-based; the output of that decoder layer).
 
-- block size {block_size}: the anchor and {drafts} draft tokens a pass (`num_speculative_tokens` {drafts}); slot k predicts the token at anchor + k
-- mask token id {mask}
+- block size {block_size}: the anchor and {drafts} draft tokens a pass (`num_speculative_tokens` {drafts}); slot k predicts the token at anchor + k{offset}
+- mask token id {mask}{notes}
+"""
 
+SERVED = """
 vLLM counts the draft tokens:
 
     {vllm}
@@ -77,12 +80,14 @@ def sglang_command(target: str, drafter: str, block_size: int) -> str:
 def card(shape: DrafterShape, target: str, *, report: dict[str, Any] | None = None, how: str = "") -> str:
     """README.md of an export. `report`: what report.json holds; `how`: in which way its texts were decoded."""
     place = "THIS_DIRECTORY"
-    text = TEXT.format(
+    text = (TEXT if shape.sample_from_anchor else TEXT + SERVED).format(
         target=target,
         layers=", ".join(map(str, shape.target_layer_ids)),
         block_size=shape.block_size,
-        drafts=shape.block_size - 1,
+        drafts=shape.block_size - shape.first_slot,
+        offset=" + 1" if shape.sample_from_anchor else "",
         mask=shape.mask_token_id,
+        notes="".join(f"\n- {note}" for note in notes(shape)),
         vllm=vllm_command(target, place, shape.block_size),
         sglang=sglang_command(target, place, shape.block_size),
     )

@@ -1,7 +1,7 @@
 """The drafter while decoding a batch: context keys and values of committed tokens only, and a block for every request.
 
     target_hidden of newly committed tokens --context--> buffers [B, kv_heads, capacity, head_dim], one pair a layer
-    anchor, MASK, MASK, ... --drafter over [context | block]--> argmax: block_size - 1 draft tokens
+    anchor, MASK, MASK, ... --drafter over [context | block]--> argmax from the first slot that drafts: block_size - 1 tokens, or block_size
 
 The keys and values of the block itself are made anew each round and never kept.
 """
@@ -77,8 +77,8 @@ class DraftCache:
             )
         embeddings = self._ends.embed(block).to(self._drafter.fc.weight.dtype)
         states = self._drafter.denoise(embeddings, lengths + torch.arange(self._size, device=device), context, view)
-        drafts = self._ends.head(states[:, 1:].to(self._ends.head_dtype)).argmax(-1).tolist()
-        fits = (self._lengths + self._size <= shape.max_positions).tolist()
+        drafts = self._ends.head(states[:, shape.first_slot :].to(self._ends.head_dtype)).argmax(-1).tolist()
+        fits = (self._lengths + len(drafts[0]) < shape.max_positions).tolist()
         return [draft if fit else [] for draft, fit in zip(drafts, fits, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:

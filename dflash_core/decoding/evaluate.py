@@ -97,7 +97,8 @@ class _Bench:
         self.block_size = evaluation.block_size or self.shape.block_size
         dataset = TokenDataset(find_sets(job.shards), columns=job.shards.columns)
         rows = (dataset.row(i) for i in range(len(dataset)))
-        self.ngram = NgramDraft(rows, order=evaluation.ngram_order, draft_tokens=self.block_size - 1)
+        self.draft_tokens = self.block_size - self.shape.first_slot
+        self.ngram = NgramDraft(rows, order=evaluation.ngram_order, draft_tokens=self.draft_tokens)
         self.sampling = Sampling(temperature=evaluation.temperature, top_k=evaluation.top_k, top_p=evaluation.top_p)
 
     def measure(self, requests: Sequence["_Asked"], chat: Chat, counts: Counter[str]) -> list[Measured]:
@@ -152,7 +153,7 @@ class _Bench:
             context=len(prompt),
             target=alone,
             drafted=drafted,
-            ngram=replay(self.ngram.propose, prompt, alone.tokens, block_size=size),
+            ngram=replay(self.ngram.propose, prompt, alone.tokens, draft_tokens=self.draft_tokens),
             zero_features=replay_drafter(drafter, self.ends, prompt, alone.tokens, torch.zeros_like(hidden), block_size=size),
             simulated=simulate(drafter, self.ends, prompt, alone.tokens, hidden, block_size=size),
             champion=champion,

@@ -7,6 +7,7 @@ base in both spellings, layer types spelled out. The target's embedding and head
 """
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_core.decoding.card import CARD, card
+from dflash_core.decoding.variants import declared, read_variants, unserved
 from dflash_core.files import replaced_directory
 from dflash_core.modeling.drafter import Drafter, tensor_shapes
 from dflash_core.records import DrafterShape
 
+LOG = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 SIZES = {  # field of DrafterShape: key of config.json
     "num_layers": "num_hidden_layers",
@@ -39,6 +42,7 @@ SIZES = {  # field of DrafterShape: key of config.json
 
 def export_config(shape: DrafterShape, target: str) -> dict[str, Any]:
     """`config.json` of an export."""
+    top, nested = declared(shape)
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -48,6 +52,7 @@ def export_config(shape: DrafterShape, target: str) -> dict[str, Any]:
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": list(shape.target_layer_ids),
             "block_size": shape.block_size,
+            **nested,
         },
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -58,17 +63,11 @@ def export_config(shape: DrafterShape, target: str) -> dict[str, Any]:
         "vocab_size": shape.vocab_size,
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        **top,
         "max_position_embeddings": shape.max_positions,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        "layer_types": ["full_attention"] * shape.num_layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "max_window_layers": shape.num_layers,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
@@ -84,6 +83,8 @@ def write_export(directory: Path, weights: dict[str, Tensor], shape: DrafterShap
         save_file(narrow, beside / WEIGHTS, metadata={"format": "pt"})
         (beside / CONFIG).write_text(json.dumps(export_config(shape, target), indent=2) + "\n", encoding="utf-8")
         (beside / CARD).write_text(card(shape, target), encoding="utf-8")
+    for note in unserved(shape):
+        LOG.warning("%s: %s", directory, note)
     return directory
 
 
@@ -118,6 +119,7 @@ def parse_shape(config: dict[str, Any], path: str) -> DrafterShape:
         **{field: config[key] for field, key in SIZES.items()},
         mask_token_id=nested["mask_token_id"],
         target_layer_ids=tuple(nested["target_layer_ids"]),
+        **read_variants(config, source=str(path)),
     )
     return shape
 

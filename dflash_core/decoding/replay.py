@@ -1,6 +1,6 @@
 """What a drafter would accept of a text that is already known: no target pass, and all drafts of a text in few passes.
 
-    text of the target + hidden states --draft_everywhere--> drafts after every token   [n, S-1]
+    text of the target + hidden states --draft_everywhere--> drafts after every token   [n, drafts]
     drafts, text --replay----> the rounds that decoding with these drafts would have had
                  --simulate--> a round after every token, as training counts
 
@@ -27,7 +27,7 @@ BLOCKS_AT_ONCE = 64  # the mask of a pass is [64 S, T + 64 S]
 def draft_everywhere(
     drafter: Drafter, ends: TargetEnds, text: Sequence[int], target_hidden: Tensor, *, first: int, block_size: int
 ) -> Tensor:
-    """Draft tokens [n, S-1] int64 for every anchor `first` .. len(text) - 1, each seeing the hidden states before it.
+    """Draft tokens [n, drafts] int64 for every anchor `first` .. len(text) - 1, each seeing the hidden states before it.
 
     `target_hidden` [1, T, K*H] holds the tapped states of the text (zeros: what the drafter guesses without the target);
     that of the last token is not looked at.
@@ -47,16 +47,16 @@ def draft_everywhere(
             gamma=1.0,
         )
         states = block_states(drafter, ends.embed, context, blocks)
-        drafts.append(ends.head(states[0, :, 1:].to(ends.head_dtype)).argmax(-1))
+        drafts.append(ends.head(states[0, :, shape.first_slot :].to(ends.head_dtype)).argmax(-1))
     return torch.cat(drafts)
 
 
 def replay(
-    propose: Callable[[Sequence[int]], Sequence[int]], prompt: Sequence[int], tokens: Sequence[int], *, block_size: int
+    propose: Callable[[Sequence[int]], Sequence[int]], prompt: Sequence[int], tokens: Sequence[int], *, draft_tokens: int
 ) -> Generation:
     """The rounds of `speculate` where the target's greedy `tokens` after `prompt` are known.
 
-    `propose(committed)` gives the draft tokens that follow the committed ones, as a Proposer does.
+    `propose(committed)` gives the draft tokens that follow the committed ones, as a Proposer does, at most `draft_tokens`.
     """
     start = time.perf_counter()
     text = [*prompt, *tokens]
@@ -64,7 +64,7 @@ def replay(
     accepted: list[int] = []
     drafted: list[int] = []
     while place < len(text):
-        rest = text[place : place + block_size]
+        rest = text[place : place + draft_tokens + 1]
         draft = list(propose(text[:place]))[: len(text) - place]
         new = accept(draft, rest, room=len(rest), stop_ids=frozenset())
         place += len(new)
@@ -85,7 +85,8 @@ def replay_drafter(
     """`replay` of a drafter on the hidden states [1, P + n, K*H] of prompt and tokens."""
     first = len(prompt)
     drafts = draft_everywhere(drafter, ends, [*prompt, *tokens], target_hidden, first=first, block_size=block_size).tolist()
-    return replay(lambda committed: drafts[len(committed) - 1 - first], prompt, tokens, block_size=block_size)
+    draft_tokens = block_size - drafter.shape.first_slot
+    return replay(lambda committed: drafts[len(committed) - 1 - first], prompt, tokens, draft_tokens=draft_tokens)
 
 
 def simulate(

@@ -135,6 +135,7 @@ class SnapshotBench:
     ) -> tuple[int, int]:
         """(right draft tokens up to the first wrong one, blocks) over the rows, anchors drawn as in training's first epoch."""
         accepted = count = 0
+        first = self._shape.first_slot
         for number, (ids, mask) in enumerate(rows):
             _check(wanted)
             batch = _batch(number, ids, mask)
@@ -145,6 +146,7 @@ class SnapshotBench:
                 num_anchors=min(EVALUATED_BLOCKS, self._config.training.anchors_per_row),
                 gamma=1.0,
                 seed=self._config.seed,
+                first_slot=first,
             )
             if not bool(blocks.block_valid.any()):
                 continue
@@ -152,9 +154,9 @@ class SnapshotBench:
             hidden = replica.tap(batch).target_hidden
             context = drafter.context(torch.zeros_like(hidden) if self._zero else hidden)
             states = block_states(drafter, ends.embed, context, blocks, backend="dense")
-            drafts = ends.head(states[:, :, 1:].to(ends.head_dtype)).argmax(-1)  # [1, N, S-1]
-            trained = blocks.weights[:, :, 1:] > 0
-            right = (drafts == blocks.labels[:, :, 1:]) & trained
+            drafts = ends.head(states[:, :, first:].to(ends.head_dtype)).argmax(-1)  # [1, N, drafts]
+            trained = blocks.weights[:, :, first:] > 0
+            right = (drafts == blocks.labels[:, :, first:]) & trained
             accepted += int(right.long().cumprod(-1).sum())
             count += int(trained[:, :, 0].sum())
         return accepted, count

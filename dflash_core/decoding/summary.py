@@ -50,7 +50,10 @@ def committed_and_rounds(generation: Generation) -> tuple[int, int]:
 
 
 def report_on(measured: Measurements, *, block_size: int, dtype: str) -> AcceptanceReport:
-    """The whole report: all requests together, and each prompt set apart. Raises ValueError where nothing was measured."""
+    """The whole report: all requests together, and each prompt set apart. Raises ValueError where nothing was measured.
+
+    `block_size`: the most tokens that a round commits, one more than its draft tokens.
+    """
     if not measured.results:
         raise ValueError("evaluation: not one request was measured; give more prompts, or shorter ones")
     sets = {

@@ -2,6 +2,7 @@
 
     loss_mask, lengths --sample_anchors--> positions a (m_a and m_a+1)      random per (seed, epoch, row) only
     ids, positions     --build_blocks----> [x_a, MASK, MASK, ...], labels x_a+k, weights exp(-(k-1)/gamma)
+                                           from the anchor (first_slot 0):  x_a+k+1          exp(-k/gamma)
 
 The rule is SpecForge's: an anchor is a supervised token followed by a supervised token, drawn without replacement, sorted.
 A block near the end is kept; labels past the row or past the first unsupervised token (contiguous prefix) weigh nothing.
@@ -23,16 +24,16 @@ def sample_anchors(loss_mask: np.ndarray, *, num_anchors: int, seed: int, epoch:
     return np.sort(rng.choice(candidates, num_anchors, replace=False))
 
 
-def decay_weights(block_size: int, gamma: float) -> Tensor:
-    """Weight of each slot [S]: 0 for the anchor, exp(-(k-1)/gamma) for slot k >= 1 (DFlash paper, appendix A.1)."""
+def decay_weights(block_size: int, gamma: float, *, first_slot: int = 1) -> Tensor:
+    """Weight of each slot [S]: exp(-(k-f)/gamma) for slot k from the first one f that drafts, else 0 (DFlash paper, appendix A.1)."""
     slots = torch.arange(block_size, dtype=torch.float32)
-    weights = torch.exp(-(slots - 1) / gamma)
-    weights[0] = 0.0
+    weights = torch.exp(-(slots - first_slot) / gamma)
+    weights[:first_slot] = 0.0
     return weights
 
 
 def draw_blocks(
-    batch: Batch, *, block_size: int, mask_token_id: int, num_anchors: int, gamma: float, seed: int
+    batch: Batch, *, block_size: int, mask_token_id: int, num_anchors: int, gamma: float, seed: int, first_slot: int = 1
 ) -> AnchoredBlocks:
     """The blocks of a batch, anchors drawn by (seed, epoch, row). N is the most that any row has, at least 1."""
     masks = batch.loss_mask.cpu().numpy()
@@ -54,27 +55,38 @@ def draw_blocks(
         block_size=block_size,
         mask_token_id=mask_token_id,
         gamma=gamma,
+        first_slot=first_slot,
     )
 
 
 def build_blocks(
-    input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, valid: Tensor, *, block_size: int, mask_token_id: int, gamma: float
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    anchors: Tensor,
+    valid: Tensor,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    gamma: float,
+    first_slot: int = 1,
 ) -> AnchoredBlocks:
-    """Blocks [B, N, S] opened by `anchors` [B, N]; padding of a row must have loss_mask 0."""
+    """Blocks [B, N, S] opened by `anchors` [B, N]; padding of a row must have loss_mask 0. Slot `first_slot` predicts the next token."""
     length = input_ids.shape[1]
-    positions = anchors.unsqueeze(-1) + torch.arange(block_size, device=anchors.device)  # [B, N, S]
+    places = anchors.unsqueeze(-1) + torch.arange(block_size, device=anchors.device)  # [B, N, S]
+    positions = places + 1 - first_slot  # of the labels
     inside = positions < length
     flat = positions.clamp(max=length - 1).flatten(1)
     labels = input_ids.long().gather(1, flat).view(positions.shape)
     supervised = (loss_mask.long().gather(1, flat).view(positions.shape) != 0) & inside & valid.unsqueeze(-1)
-    supervised[..., 0] = valid  # the prefix starts at the anchor, whose own mask the sampling has checked
+    supervised[..., :first_slot] = valid.unsqueeze(-1)  # the anchor's own mask, which the sampling has checked
     prefix = supervised.long().cumprod(dim=-1)
     block_ids = torch.full_like(labels, mask_token_id)
-    block_ids[..., 0] = torch.where(valid, labels[..., 0], block_ids[..., 0])
+    block_ids[..., 0] = torch.where(valid, input_ids.long().gather(1, anchors), mask_token_id)
     return AnchoredBlocks(
         anchor_positions=anchors,
         block_valid=valid,
         block_ids=block_ids,
         labels=labels,
-        weights=prefix * decay_weights(block_size, gamma).to(prefix.device),
+        weights=prefix * decay_weights(block_size, gamma, first_slot=first_slot).to(prefix.device),
+        first_slot=first_slot,
     )

@@ -1,7 +1,7 @@
 """Many blocks of a row in one drafter pass, as training and replaying need them; decoding drafts one block at a time.
 
 anchors a, context of the row --> each block at its own positions a .. a+S-1, seeing the context before a and itself
-last states of the target     --> those that predict the labels: of the tokens at a-1 .. a+S-2
+last states of the target     --> those that predict the labels, each of the token before
 """
 
 from collections.abc import Callable
@@ -45,4 +45,4 @@ def block_states(
 def at_labels(last_hidden: Tensor, blocks: AnchoredBlocks) -> Tensor:
     """The states [n, H] fp32 from which the target predicts the n trained labels: those of one token before, out of [B, T, H]."""
     rows, block, slots = (blocks.weights > 0).nonzero().unbind(-1)
-    return last_hidden[rows, blocks.anchor_positions[rows, block] + slots - 1].float()
+    return last_hidden[rows, blocks.anchor_positions[rows, block] + slots - blocks.first_slot].float()

@@ -50,7 +50,8 @@ def census(config: Any) -> Census:
         model = AutoModelForCausalLM.from_config(small)
     counted = dict(zip(distinct, map(_count, model.get_decoder().layers), strict=True))
     share = _expert_share(text)
-    heads = text.num_attention_heads
+    attending = text.per_layer_config[kinds.index("full_attention")] if getattr(text, "is_heterogeneous", False) else text
+    heads = attending.num_attention_heads
     return Census(
         embedding=_count(model.get_input_embeddings())[0],
         head=_count(model.get_output_embeddings())[0],
@@ -58,7 +59,7 @@ def census(config: Any) -> Census:
         layers=tuple(counted[name][0] for name in named),
         active=tuple(round(counted[name][0] - (1 - share) * counted[name][1]) for name in named),
         attends=tuple(kind == "full_attention" for kind in kinds),
-        attention_width=heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+        attention_width=heads * (getattr(attending, "head_dim", None) or text.hidden_size // heads),
     )
 
 

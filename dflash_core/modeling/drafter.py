@@ -19,8 +19,9 @@ from torch.nn.functional import pad
 from transformers import Cache, Qwen3Config
 from transformers.modeling_outputs import BaseModelOutput
 
-from dflash_core.modeling.attention import BlockView, attend
+from dflash_core.modeling.attention import BlockView, attend, one_block
 from dflash_core.modeling.fused import rms_norm, rotate
+from dflash_core.modeling.rope import frequencies
 from dflash_core.records import DrafterShape
 
 KeyValue = tuple[Tensor, Tensor]  # [B, kv_heads, T, head_dim] each
@@ -41,15 +42,15 @@ class RMSNorm(nn.Module):
 class Rotary(nn.Module):
     """cos and sin [B, T, head_dim] of absolute positions, NeoX halves; frequencies stay fp32 and are no parameter."""
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        self.head_dim, self.theta = head_dim, theta
+        self.inverse, self.factor = frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
-        angles = positions.unsqueeze(-1).float() * self.theta**-exponents  # [B, T, head_dim / 2]
+        inverse = torch.tensor(self.inverse, device=positions.device, dtype=torch.float32)
+        angles = positions.unsqueeze(-1).float() * inverse  # [B, T, head_dim / 2]
         angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos(), angles.sin()
+        return angles.cos() * self.factor, angles.sin() * self.factor
 
 
 class Attention(nn.Module):
@@ -118,7 +119,7 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.rotary = Rotary(shape.head_dim, shape.rope_theta)
+        self.rotary = Rotary(shape)
 
     def context(self, target_hidden: Tensor, *, start: int | Tensor = 0) -> list[KeyValue]:
         """Keys and values of every layer for tapped states [B, T, K*H] at positions start .. start+T-1; `start` may be [B, 1]."""
@@ -130,12 +131,22 @@ class Drafter(nn.Module):
     def denoise(self, embeddings: Tensor, positions: Tensor, context: list[KeyValue], view: BlockView | None = None) -> Tensor:
         """Final-normed states [B, Q, H] of block slots given their embeddings [B, Q, H] and absolute positions [B, Q].
 
-        `view` says what each slot sees; None: everything (one block, context up to its anchor).
+        `view` says what each slot sees, but for windows; None: everything (one block, context up to its anchor).
         """
         rotary = self.rotary(positions)
-        for layer, key_value in zip(self.layers, context, strict=True):
-            embeddings = layer(embeddings, rotary, key_value, view)
+        views = self._views(view, rows=len(embeddings), slots=embeddings.shape[1], key=context[0][0])
+        for layer, key_value, own in zip(self.layers, context, views, strict=True):
+            embeddings = layer(embeddings, rotary, key_value, own)
         return self.norm(embeddings)
+
+    def _views(self, view: BlockView | None, *, rows: int, slots: int, key: Tensor) -> list[BlockView | None]:
+        """What the slots see in each layer, whose context keys are like `key`."""
+        shape = self.shape
+        if shape.sliding_window is None:
+            return [view] * shape.num_layers
+        view = view or one_block(rows=rows, context_length=key.shape[2], block_size=slots, device=key.device)
+        sliding = view.sliding(shape.sliding_window, causal=shape.sliding_causal)
+        return [sliding if layer in shape.sliding_layers else view for layer in range(shape.num_layers)]
 
     def forward(
         self,
@@ -149,8 +160,11 @@ class Drafter(nn.Module):
 
         noise_embeds [1, S, H]: the block's, anchor first. context_hidden_states [1, n, K*H]: of the tokens committed since the
         last pass, position_ids [1, n + S] theirs and the block's. `cache` gets the context and S empty places: the caller takes
-        the block's off before the next pass. Raises ValueError where `attention_mask` hides a token, since nothing may be padded.
+        the block's off before the next pass. Raises ValueError where `attention_mask` hides a token, since nothing may be padded, and
+        for a drafter whose anchor drafts, since the caller reads the slots behind it.
         """
+        if self.shape.sample_from_anchor:
+            raise ValueError("sample_from_anchor: generate() reads slot k as the token at anchor + k; decode this drafter with ours")
         if attention_mask is not None and not bool(attention_mask.all()):
             hidden = int((attention_mask == 0).sum())
             raise ValueError(f"attention_mask hides {hidden} of {attention_mask.numel()} tokens: give the prompt without padding")

@@ -18,7 +18,7 @@ from torch import Tensor
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 RUN = 8  # blocks of a run where the context is long; the fewer, the less is masked and the more kernels are called
-SHORT = 1024  # context up to which all blocks are one run
+SHORT = 1024  # context up to which all blocks are one run, where there is no window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,43 +29,56 @@ class Run:
     last: int
     start: int
     end: int
-    hidden: Tensor | None  # [B, blocks, end - start] bool, True where a block must not look; None: it sees all of it
+    hidden: Tensor | None  # [B, blocks, 1 or S, end - start] bool, True where a slot must not look; None: all of it is seen
 
 
-def runs_of_blocks(anchors: Tensor, valid: Tensor, *, run: int | None = None) -> list[Run]:
+def runs_of_blocks(
+    anchors: Tensor, valid: Tensor, *, block_size: int, window: int | None = None, run: int | None = None
+) -> list[Run]:
     """The context parts of blocks with `anchors` [B, N] (rising but for padding, which sees no context)."""
     longest = int(torch.where(valid, anchors, 0).max())
-    run = run or (RUN if longest > SHORT else anchors.shape[1])
+    run = run or (anchors.shape[1] if window is None and longest <= SHORT else RUN)
     runs = []
     for first in range(0, anchors.shape[1], run):
         last = min(first + run, anchors.shape[1])
         seen = torch.where(valid, anchors, 0)[:, first:last]  # a block sees positions below this
-        low, high = int(seen.min()), int(seen.max())
-        if low < 64:  # a kernel of its own is not worth it
-            low = 0
-        if low:
-            runs.append(Run(first=first, last=last, start=0, end=low, hidden=None))
+        high = int(seen.max())
+        if window is None:
+            low = int(seen.min())
+            if low < 64:  # a kernel of its own is not worth it
+                low = 0
+            if low:
+                runs.append(Run(first=first, last=last, start=0, end=low, hidden=None))
+        else:
+            begins = seen.unsqueeze(-1) + torch.arange(block_size, device=anchors.device) - window + 1  # [B, blocks, S]
+            low = int(begins[valid[:, first:last]].clamp(min=0).min()) if high else 0
         if high > low:
-            hidden = torch.arange(low, high, device=anchors.device) >= seen.unsqueeze(-1)
+            places = torch.arange(low, high, device=anchors.device)
+            hidden = places >= seen[..., None, None]
+            if window is not None:
+                hidden = hidden | (places < begins.unsqueeze(-1))
             runs.append(Run(first=first, last=last, start=low, end=high, hidden=hidden))
     return runs
 
 
 def grouped_attention(
-    query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], runs: list[Run], *, block_size: int
+    query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], runs: list[Run], *, block_size: int, causal: bool
 ) -> Tensor:
-    """[B, heads, N*S, d]; arguments as in `attend`."""
+    """[B, heads, N*S, d]; arguments as in `attend`. `causal`: within the block."""
     dtype = own[1].dtype  # under autocast the norms of queries and keys give fp32
-    return _Grouped.apply(query.to(dtype), *(x.to(dtype) for x in (*context, *own)), runs, block_size)
+    return _Grouped.apply(query.to(dtype), *(x.to(dtype) for x in (*context, *own)), runs, block_size, causal)
 
 
 class _Grouped(torch.autograd.Function):
     """Six axes: [B, kv_heads, heads of one kv head, N, S, d]. The heads that share keys are queries of one kernel call."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, ck: Tensor, cv: Tensor, k: Tensor, v: Tensor, runs: list[Run], size: int) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, ck: Tensor, cv: Tensor, k: Tensor, v: Tensor, runs: list[Run], size: int, causal: bool
+    ) -> Tensor:
         six = _six(query, k.shape[1], size)
-        out, lse = FORWARD(_fold(six), _own(k, size), _own(v, size), 0.0, False)
+        earlier = _earlier_slots(six) if causal else None
+        out, lse = FORWARD(_fold(six), _own(k, size), _own(v, size), 0.0, False, attn_mask=earlier)
         out, lse = _unfold(out, six).float().contiguous(), _unfold(lse.unsqueeze(-1), six).contiguous()
         for run in runs:
             part_out, part_lse = _context_part(six, ck, cv, run)
@@ -75,7 +88,7 @@ class _Grouped(torch.autograd.Function):
             before.copy_(after)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, ck, cv, k, v, out, lse)
-        ctx.runs, ctx.size = runs, size
+        ctx.runs, ctx.size, ctx.earlier = runs, size, earlier
         return out.view(query.shape)
 
     @staticmethod
@@ -84,8 +97,9 @@ class _Grouped(torch.autograd.Function):
         size = ctx.size
         six, grad = _six(query, k.shape[1], size), _six(grads[0], k.shape[1], size)
         dq, dk, dv = BACKWARD(
-            _fold(grad), _fold(six), _own(k, size), _own(v, size), _fold(out), _fold(lse).squeeze(-1), 0.0, False
-        )
+            _fold(grad), _fold(six), _own(k, size), _own(v, size), _fold(out), _fold(lse).squeeze(-1), 0.0, False,
+            attn_mask=ctx.earlier,
+        )  # fmt: skip
         dq = _unfold(dq, six).contiguous()
         dck, dcv = torch.zeros_like(ck), torch.zeros_like(cv)
         for run in ctx.runs:
@@ -100,7 +114,7 @@ class _Grouped(torch.autograd.Function):
             dck[:, :, keys] += part_k
             dcv[:, :, keys] += part_v
         own = [x.view(len(k), -1, *x.shape[1:]).transpose(1, 2).reshape(k.shape) for x in (dk, dv)]
-        return dq.view(query.shape), dck, dcv, *own, None, None
+        return dq.view(query.shape), dck, dcv, *own, None, None, None
 
 
 def _context_part(six: Tensor, ck: Tensor, cv: Tensor, run: Run) -> tuple[Tensor, Tensor]:
@@ -110,7 +124,7 @@ def _context_part(six: Tensor, ck: Tensor, cv: Tensor, run: Run) -> tuple[Tensor
     out, lse = FORWARD(_queries(queries), ck[:, :, keys], cv[:, :, keys], 0.0, False, attn_mask=_additive(run, six))
     lse = lse.view(*queries.shape[:-1], 1)
     if run.hidden is not None:  # of a query that sees nothing the kernel says 0
-        lse = lse.masked_fill(run.hidden.all(-1).view(len(six), 1, 1, -1, 1, 1), -math.inf)
+        lse = lse.masked_fill(run.hidden.all(-1)[:, None, None, :, :, None], -math.inf)
     return out.view(queries.shape), lse
 
 
@@ -120,7 +134,13 @@ def _additive(run: Run, six: Tensor) -> Tensor | None:
         return None
     batch, _, heads, _, size, _ = six.shape
     mask = torch.zeros(run.hidden.shape, dtype=six.dtype).masked_fill_(run.hidden, -math.inf)
-    return mask[:, None, :, None].expand(-1, heads, -1, size, -1).reshape(batch, 1, -1, mask.shape[-1])
+    return mask.unsqueeze(1).expand(-1, heads, -1, size, -1).reshape(batch, 1, -1, mask.shape[-1])
+
+
+def _earlier_slots(six: Tensor) -> Tensor:
+    """The mask of a block that is causal, as the kernel wants it: [1, 1, heads * S, S] of 0 and -inf."""
+    heads, size = six.shape[2], six.shape[4]
+    return torch.full((size, size), -math.inf, dtype=six.dtype).triu(1).repeat(heads, 1)[None, None]
 
 
 def _six(x: Tensor, kv_heads: int, size: int) -> Tensor:

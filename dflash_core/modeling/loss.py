@@ -9,10 +9,10 @@
     nla      -log sum min(p, q)                                                  yes
     lk       c kl + (1 - c) tv,  c = exp(-3 sum min(p, q)) held fixed            yes      (arXiv 2602.23881)
 
-    w_k      decay: exp(-(k-1)/gamma) of the blocks; dpace: what the acceptance of the block gains by slot k (arXiv 2605.18810)
+    w_k      decay: that of the blocks (anchors.py); dpace: what the acceptance of the block gains by slot k (arXiv 2605.18810)
 
 Logits of a few blocks exist at a time: the gradient towards their states is taken at once, so nothing is kept for the backward
-pass or computed twice. Slot 0 and everything else without weight never reaches the head.
+pass or computed twice. What has no weight, such as slot 0 where the anchor does not draft, never reaches the head.
 """
 
 from collections.abc import Iterator, Mapping
@@ -83,7 +83,7 @@ def block_loss(
         weight_sum=weight_sum,
         correct=hit.sum((0, 1)),
         counted=trained.sum((0, 1)),
-        accepted_sum=hit[..., 1:].long().cumprod(-1).sum(),
+        accepted_sum=hit[..., blocks.first_slot :].long().cumprod(-1).sum(),
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_core.config import TrainingConfig
+from dflash_core.modeling.rope import drafter_rope
 from dflash_core.records import Batch, PlannedBatch, TappedBatch, TargetFacts
 
 PADDING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # relative; other shapes round otherwise, layer after layer
@@ -36,17 +37,21 @@ def read_facts(path: str) -> TargetFacts:
     top = AutoConfig.from_pretrained(path)
     _check_no_drafter(vars(top), path)
     config = top.get_text_config()
-    heads = config.num_attention_heads
+    layer = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config  # Gemma 4: kinds differ in size
+    heads = layer.num_attention_heads
+    theta, scaling = drafter_rope(getattr(config, "rope_parameters", None) or {}, source=f"target.path {path!r}")
     return TargetFacts(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=layer.intermediate_size,
         num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_kv_heads=getattr(layer, "num_key_value_heads", None) or heads,
+        head_dim=getattr(layer, "head_dim", None) or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
-        rope_theta=rope_theta(getattr(config, "rope_parameters", None) or {}, path=path),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        logit_softcap=softcap_of(config),
         max_positions=config.max_position_embeddings,
         eos_ids=tuple(dict.fromkeys((*_ids(config.eos_token_id), *_generation_eos(path)))),
         pad_ids=_ids(config.pad_token_id),
@@ -54,16 +59,9 @@ def read_facts(path: str) -> TargetFacts:
     )
 
 
-def rope_theta(rope: dict[str, Any], *, path: str) -> float:
-    """The base of the drafter's rotary positions: that of the target's full-attention layers.
-
-    The drafter turns whole heads whatever share of its own the target turns (`partial_rotary_factor`, `mrope_*`), as engines serve it.
-    Raises ValueError for a scaled schema (yarn, llama3, ...).
-    """
-    own = rope.get("full_attention", rope)  # one schema a kind of layer, in Gemma's configs
-    if own.get("rope_type", "default") != "default" or "rope_theta" not in own:
-        raise ValueError(f"target.path {path!r}: rope_parameters {rope} are not supported yet; plain rope_theta is")
-    return float(own["rope_theta"])
+def softcap_of(text_config: Any) -> float | None:
+    """The bound that the target's head keeps its logits within, smoothly (Gemma)."""
+    return getattr(text_config, "final_logit_softcapping", None)
 
 
 def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -101,9 +99,10 @@ def load_model(path: str, *, dtype: str, device: str, attention: str) -> Any:
     """The whole causal LM in eval mode, frozen."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), attn_implementation=choose_attention(attention, device)
-    )
+    chosen: str | None = choose_attention(attention, device)
+    if attention == "auto" and chosen == "sdpa":
+        chosen = None  # transformers' own choice is the same, but for a target without SDPA, which computes eagerly
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=chosen)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -246,12 +245,24 @@ def check_padding(replica: TapReplica, training: TrainingConfig, *, max_length: 
         )
 
 
+class SoftCapped(nn.Module):
+    """A head with bounded logits: cap x tanh(logits / cap)."""
+
+    def __init__(self, head: nn.Module, cap: float) -> None:
+        super().__init__()
+        self.head, self.cap = head, cap
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.cap * torch.tanh(self.head(states) / self.cap)
+
+
 class TargetEnds:
-    """The target's frozen embedding and head, which the drafter shares."""
+    """The target's frozen embedding and head, which the drafter shares; a head that bounds its logits does so here, too."""
 
     def __init__(self, model: Any) -> None:
         self.embed: nn.Module = model.get_input_embeddings()
-        self.head: nn.Module = model.get_output_embeddings()
+        head, cap = model.get_output_embeddings(), softcap_of(model.config.get_text_config())
+        self.head: nn.Module = head if cap is None else SoftCapped(head, cap)
 
     @property
     def head_dtype(self) -> torch.dtype:
@@ -260,5 +271,39 @@ class TargetEnds:
 
 
 def load_ends(path: str, *, dtype: str, device: str, attention: str) -> TargetEnds:
-    """Embedding and head alone, in `dtype`; the layers are dropped."""
-    return TargetEnds(load_model(path, dtype=dtype, device=device, attention=attention))
+    """Embedding and head alone, in `dtype`; the layers are dropped. Raises ValueError as `check_ends` does."""
+    choose_attention(attention, device)
+    model = load_model(path, dtype=dtype, device="cpu", attention="auto" if attention == "flash_attention_2" else attention)
+    decoder = decoder_of(model)
+    decoder.layers = decoder.layers[:1]
+    ends = TargetEnds(model)
+    check_ends(model, ends, path=path)
+    ends.embed.to(device)
+    ends.head.to(device)
+    return ends
+
+
+@torch.no_grad()
+def check_ends(model: Any, ends: TargetEnds, *, path: str) -> None:
+    """Raises ValueError where the target's first layer or its logits are not what `ends` make of token ids and final states.
+
+    Some targets scale embeddings or logits outside of these modules (Granite, Cohere); drafter and engines would not.
+    """
+    decoder, seen = decoder_of(model), list[Tensor]()
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    hook = decoder.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+    ids = torch.arange(4).unsqueeze(0)
+    states = decoder(input_ids=ids, use_cache=False).last_hidden_state
+    hook.remove()
+    for what, own, its in (
+        ("embeddings", ends.embed(ids), seen[0]),
+        ("logits", ends.head(states), model(input_ids=ids, use_cache=False).logits),
+    ):
+        if own.shape != its.shape or not torch.allclose(own, its, rtol=1e-3, atol=1e-3 * float(its.abs().max())):
+            raise ValueError(
+                f"target.path {path!r}: {type(model).__name__} changes its {what} outside of the module that makes them, which a "
+                "drafter sharing that module does not; such targets are not supported"
+            )

@@ -211,6 +211,7 @@ class Trainer:
             num_anchors=training.anchors_per_row,
             gamma=self._gamma,
             seed=self._config.seed,
+            first_slot=shape.first_slot,
         )
         if not bool(blocks.block_valid.any()):
             return NO_ANCHOR
@@ -274,8 +275,8 @@ class Trainer:
         if window.weight_sum > 0:  # a window of skipped micro-batches is no judgement of the gradient
             self._judge(applied, norm)
         self.drafter.zero_grad(set_to_none=True)
-        if drafts := int(window.counted[1]):
-            length = 1 + window.accepted_sum / drafts
+        if drafting := int(window.counted.max()):  # blocks: the first slot that drafts is trained in each
+            length = 1 + window.accepted_sum / drafting
             self.quality = self.quality + QUALITY_RATE * (length - self.quality) if self.quality else length
         self.step += 1
         self.ledger.update(own)

@@ -149,6 +149,7 @@ def attention(arguments: argparse.Namespace) -> None:
     """Forward and backward over one row of 2,048 tokens, grouped beside a dense mask: blocks of 16, 8/4 heads of 64."""
     length, size, heads, kv_heads, dim = 2048, 16, 8, 4, 64
     generator = torch.Generator().manual_seed(0)
+    window = arguments.window
     for blocks, wanted in ((64, 2.0), (256, 3.0)):
         anchors = (torch.randperm(length - 1, generator=generator)[:blocks] + 1).sort().values.unsqueeze(0)
         sizes = [(heads, blocks * size), *[(kv_heads, length)] * 2, *[(kv_heads, blocks * size)] * 2]
@@ -164,6 +165,8 @@ def attention(arguments: argparse.Namespace) -> None:
                     context_length=length,
                     block_size=size,
                     backend=backend,
+                    window=window,
+                    causal=window is not None,
                 )
                 out = attend(leaves[0], (leaves[1], leaves[2]), (leaves[3], leaves[4]), view)
                 results[backend] = (out.detach(), *torch.autograd.grad(out.square().sum(), leaves))
@@ -171,7 +174,7 @@ def attention(arguments: argparse.Namespace) -> None:
         error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results.values(), strict=True))
         dense, grouped = (median(times[1:]) for times in seconds.values())
         ratio = median(a / b for a, b in zip(seconds["dense"][1:], seconds["grouped"][1:], strict=True))
-        print(f"attention, {blocks} anchors: dense {dense * 1e3:.0f} ms, grouped {grouped * 1e3:.0f} ms, {ratio:.2f}x (at least {wanted}); "
+        print(f"attention, window {window}, {blocks} anchors: dense {dense * 1e3:.0f} ms, grouped {grouped * 1e3:.0f} ms, {ratio:.2f}x (at least {wanted}); "
               f"largest difference {error:.1e}")  # fmt: skip
 
 
@@ -271,6 +274,7 @@ def main() -> None:
     command.set_defaults(run=loss)
     command = commands.add_parser("attention", help=attention.__doc__)
     command.add_argument("--rounds", type=int, default=3)
+    command.add_argument("--window", type=int, help="of a sliding layer, causal within the block")
     command.set_defaults(run=attention)
     command = commands.add_parser("step", help=step.__doc__)
     command.add_argument("--rounds", type=int, default=45)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_core import assembly, preparation
+from dflash_core import assembly, measurement, preparation
 from dflash_core.config import EvaluationConfig
 from dflash_core.decoding.evaluate import (
     MASKS,
@@ -90,6 +90,22 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
         device="cpu",
         evaluation=evaluation,
     )
+
+
+def test_the_report_of_a_drafter_whose_anchor_drafts_has_a_slot_more(
+    job: EvaluationJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = make_shape(intermediate_size=64, sample_from_anchor=True)
+    export = write_export(tmp_path / "export", new_drafter(shape, 0).state_dict(), shape, target=job.target)
+    config = make_config(tmp_path, job.target, drafter={"num_layers": 2, "sample_from_anchor": True})
+    assert assembly.check(config)[1] == shape
+    measured = measure(dataclasses.replace(job, export=str(export)))
+    report = measurement._summary(config, measured)
+    assert report.lossless_exact == 3
+    assert (len(report.acceptance_by_slot), len(report.histogram)) == (4, 5)
+    assert max(max(one.drafted.drafted) for one in measured.results) == 4
+    assert max(max(one.ngram.drafted, default=0) for one in measured.results) == 4
+    assert max(max(one.simulated.drafted) for one in measured.results) == 4
 
 
 def test_an_untrained_drafter_is_lossless_and_worth_nothing(job: EvaluationJob) -> None:

@@ -33,7 +33,7 @@ def test_replay_of_an_ngram_drafter_equals_decoding(target: DecodingTarget) -> N
     for seed, text in texts.items():
         prompt = prompt_of(seed)
         real = one(target, EachRow(ngram.propose), prompt, max_new_tokens=30)
-        same_acceptance(replay(ngram.propose, prompt, text, block_size=6), real)
+        same_acceptance(replay(ngram.propose, prompt, text, draft_tokens=5), real)
         accepted += sum(real.accepted)
     assert accepted > 30
 
@@ -47,7 +47,7 @@ def test_replay_ends_at_the_stop_token_like_decoding(target: DecodingTarget) -> 
         cut = text[: text.index(text[place]) + 1]
         oracle = Oracle([[*prompt, *text]], 7)
         real = one(target, oracle, prompt, max_new_tokens=40, stop_ids=stop_ids)
-        same_acceptance(replay(lambda seen: whole[len(seen) : len(seen) + 7], prompt, cut, block_size=8), real)
+        same_acceptance(replay(lambda seen: whole[len(seen) : len(seen) + 7], prompt, cut, draft_tokens=7), real)
 
 
 def test_replay_on_the_true_hidden_states_equals_decoding(target: DecodingTarget, model: Any, overfitted: Any) -> None:
@@ -84,6 +84,21 @@ def test_drafts_after_every_token_equal_drafts_one_by_one(
         for at_once in (64, 7):
             monkeypatch.setattr(replay_module, "BLOCKS_AT_ONCE", at_once)
             assert draft_everywhere(drafter, TargetEnds(model), text, states, first=4, block_size=8).tolist() == single
+
+
+def test_a_drafter_of_all_variants_is_replayed_as_it_decodes(target: DecodingTarget, model: Any, overfitted_variant: Any) -> None:
+    prompt, text, drafter = overfitted_variant
+    ends = TargetEnds(model)
+    for seed in (5, 11, 12):
+        own = alone(target, prompt_of(seed), 30)
+        real = one(target, DraftCache(drafter, ends), prompt_of(seed), max_new_tokens=30)
+        target.start(1)
+        _, hidden = target.forward([[*prompt_of(seed), *own]])
+        same_acceptance(replay_drafter(drafter, ends, prompt_of(seed), own, hidden, block_size=7), real)
+    target.start(1)
+    _, hidden = target.forward([[*prompt, *text]])
+    simulated = simulate(drafter, ends, prompt, text, hidden, block_size=7)
+    assert simulated.accepted == simulated.drafted == (7,) * (len(text) - 8) + tuple(range(7, 0, -1))
 
 
 def test_without_features_the_overfitted_drafter_is_lost(target: DecodingTarget, model: Any, overfitted: Any) -> None:

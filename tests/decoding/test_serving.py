@@ -98,6 +98,12 @@ CONFIGS: list[tuple[Change, str, str, str]] = [
     (lambda c: [c.pop("rope_theta"), c.pop("rope_parameters")], "all", "differs", "no rope_theta"),
     (lambda c: c.pop("rope_theta"), OLDER, "differs", "only inside rope_parameters"),
     (lambda c: c.update(rope_theta=1e6), "all", "differs", "contradict each other"),
+    (
+        lambda c: c.update(rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        "all",
+        "differs",
+        "rope_scaling .* contradict each",
+    ),
     (lambda c: c["rope_parameters"].update(partial_rotary_factor=0.25), "all", "differs", "a part of each head"),
     (lambda c: c["rope_parameters"].update(rope_type="yarn", factor=4.0), OLDER, "differs", "yarn scaling only inside"),
     (lambda c: c.update(rope_scaling={"type": "yarn", "factor": 4.0}), "all", "differs", "rope_scaling .*yarn.* contradict each"),
@@ -141,6 +147,25 @@ def test_one_wrong_tensor_is_found_and_nothing_else(export: Path, change: Callab
     ((engine, level, found),) = wrong(export)
     assert (engine, level) == ("all", "refused")
     assert re.search(text, found)
+
+
+@pytest.mark.parametrize(
+    ("variant", "found"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "logit_softcap": 30.0}, []),
+        ({"sliding_layers": (0,), "sliding_window": 8}, [("transformers (z-lab)", "see the whole context and block under sdpa")]),
+        ({"sliding_layers": (0,), "sliding_window": 8, "sliding_causal": False}, [("SGLang", "always causal inside the block")]),
+        ({"sample_from_anchor": True}, [("all", "slot k predicts the token after anchor")]),
+    ],
+)
+def test_our_variants_are_served_as_trained_but_where_it_is_said(
+    tmp_path: Path, variant: dict[str, Any], found: list[tuple[str, str]]
+) -> None:
+    shape = make_shape(**variant)
+    directory = write_export(tmp_path / "export", make_drafter(**variant).state_dict(), shape, target="some/target")
+    said = wrong(directory)
+    assert [engine for engine, _, _ in said] == [engine for engine, _ in found]
+    assert all(words in text for (_, _, text), (_, words) in zip(said, found, strict=True))
 
 
 def test_missing_and_unknown_tensors_are_named_by_engine(export: Path) -> None:

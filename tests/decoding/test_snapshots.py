@@ -69,6 +69,20 @@ def test_simulated_acceptance_of_a_perfect_drafter_is_bounded_by_the_text(
     assert found.simulated_acceptance_length == pytest.approx(1 + (42 * 7 + 6 + 5 + 4 + 3 + 2 + 1) / 48)
 
 
+def test_a_perfect_drafter_of_all_variants_evaluates_to_a_token_more(
+    tmp_path: Path, target_path: Path, overfitted_variant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real and simulated acceptance of 7 slots whose first drafts, too: as a block of 8 that does not."""
+    prompt, _, drafter = overfitted_variant
+    monkeypatch.setattr(snapshots, "_drawn_prompts", lambda *_, **__: [(0, prompt)])
+    training = {"anchors_per_row": 64, "anchors_per_batch": 64}
+    bench = bench_of(tmp_path, target_path, drafter.shape, training=training, during_training={"max_new_tokens": 49})
+    found = bench.measure(replica_of(target_path), state_of(drafter), always)
+    assert found is not None
+    assert (found.rounds, found.acceptance_length, found.blocks) == (6, 8.0, 48)
+    assert found.simulated_acceptance_length == pytest.approx(1 + (42 * 7 + 6 + 5 + 4 + 3 + 2 + 1) / 48)
+
+
 def test_a_drafter_that_knows_nothing_is_near_one(known: SnapshotBench, target_path: Path) -> None:
     found = known.measure(replica_of(target_path), state_of(new_drafter(SHAPE, 3)), always)
     assert found is not None

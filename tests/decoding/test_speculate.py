@@ -216,6 +216,27 @@ def test_drafts_of_a_batch_are_those_of_its_requests(target: DecodingTarget, mod
     assert sum(batch[0].accepted) > 20
 
 
+def test_a_drafter_of_all_variants_commits_a_token_more_than_its_slots(
+    target: DecodingTarget, model: Any, overfitted_variant: Any
+) -> None:
+    """7 slots, 7 drafts and the bonus token; texts stay the target's own, in a batch whose contexts differ, too."""
+    prompt, text, drafter = overfitted_variant
+    draft = DraftCache(drafter, TargetEnds(model))
+    known = one(target, draft, prompt, max_new_tokens=1 + 6 * 8)
+    assert known.tokens == text[:49]
+    assert (known.accepted, known.drafted) == ((7,) * 6, (7,) * 6)
+    prompts, limits = [prompt, prompt_of(11, 30), prompt_of(12, 2)], [40, 12, 30]
+    singles = [one(target, draft, each, max_new_tokens=limit) for each, limit in zip(prompts, limits, strict=True)]
+    assert [each.tokens for each in singles] == [alone(target, each, limit) for each, limit in zip(prompts, limits, strict=True)]
+    batch = decode(target, prompts, limits=limits, stop_ids=NEVER, proposer=draft)
+    assert [(each.tokens, each.accepted, each.drafted) for each in batch] == [
+        (each.tokens, each.accepted, each.drafted) for each in singles
+    ]
+    shorter = one(target, DraftCache(drafter, TargetEnds(model), block_size=3), prompt, max_new_tokens=1 + 4 * 4)
+    assert set(shorter.drafted) == {3}
+    assert shorter.tokens == text[:17]
+
+
 # ---- the length's definition -----------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,9 @@ def draw(mask: list[int], num_anchors: int = 512, *, seed: int = 0, epoch: int =
     return sample_anchors(np.array(mask, np.uint8), num_anchors=num_anchors, seed=seed, epoch=epoch, row=row).tolist()
 
 
-def blocks_of(ids: list[int], mask: list[int], anchors: list[int], *, block_size: int, gamma: float = 4.0) -> AnchoredBlocks:
+def blocks_of(
+    ids: list[int], mask: list[int], anchors: list[int], *, block_size: int, gamma: float = 4.0, first_slot: int = 1
+) -> AnchoredBlocks:
     return build_blocks(
         torch.tensor([ids]),
         torch.tensor([mask]),
@@ -24,6 +26,7 @@ def blocks_of(ids: list[int], mask: list[int], anchors: list[int], *, block_size
         block_size=block_size,
         mask_token_id=MASK,
         gamma=gamma,
+        first_slot=first_slot,
     )
 
 
@@ -126,15 +129,29 @@ def test_block_of_anchor_five() -> None:
     assert blocks.weights[0, 0].tolist() == pytest.approx([0, 1, math.exp(-1 / 4), math.exp(-2 / 4)])
 
 
+def test_block_of_anchor_five_whose_slot_drafts_too() -> None:
+    blocks = blocks_of(list(range(100, 112)), [1] * 12, [5], block_size=4, first_slot=0)
+    assert blocks.block_ids.tolist() == [[[105, MASK, MASK, MASK]]]
+    assert blocks.labels.tolist() == [[[106, 107, 108, 109]]]  # slot k: the token at 5 + k + 1
+    assert blocks.weights[0, 0].tolist() == pytest.approx([1, math.exp(-1 / 4), math.exp(-2 / 4), math.exp(-3 / 4)])
+    assert decay_weights(7, 4.0, first_slot=0).tolist() == pytest.approx(
+        [1, 0.7788, 0.6065, 0.4724, 0.3679, 0.2865, 0.2231], abs=5e-5
+    )
+
+
 def test_weights_stop_at_a_gap_and_at_the_end_of_the_row() -> None:
     #       0  1  2  3  4  5  6  7  8  9
     mask = [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     blocks = blocks_of(list(range(10)), mask, [1, 4, 8], block_size=5)
     trained = (blocks.weights[0] > 0).int().tolist()
     assert trained == [[0, 1, 0, 0, 0], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0]]
+    blocks = blocks_of(list(range(10)), mask, [1, 4, 8], block_size=5, first_slot=0)
+    trained = (blocks.weights[0] > 0).int().tolist()
+    assert trained == [[1, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]  # by the mask of the label, not of the slot
 
 
-def test_labels_and_weights_equal_a_naive_loop() -> None:
+@pytest.mark.parametrize("first", [1, 0])
+def test_labels_and_weights_equal_a_naive_loop(first: int) -> None:
     rng = np.random.default_rng(1)
     for _ in range(100):
         length, size, gamma = int(rng.integers(2, 30)), int(rng.integers(2, 9)), float(rng.uniform(1, 8))
@@ -143,13 +160,13 @@ def test_labels_and_weights_equal_a_naive_loop() -> None:
         anchors = draw(mask)
         if not anchors:
             continue
-        blocks = blocks_of(ids, mask, anchors, block_size=size, gamma=gamma)
+        blocks = blocks_of(ids, mask, anchors, block_size=size, gamma=gamma, first_slot=first)
         for j, anchor in enumerate(anchors):
             alive = True
             for k in range(size):
-                place = anchor + k
+                place = anchor + k + (first == 0)
                 alive = alive and place < length and mask[place] == 1
-                expected = math.exp(-(k - 1) / gamma) if alive and k >= 1 else 0.0
+                expected = math.exp(-(k - first) / gamma) if alive and k >= first else 0.0
                 assert float(blocks.weights[0, j, k]) == pytest.approx(expected, rel=1e-6)
                 if alive:
                     assert int(blocks.labels[0, j, k]) == ids[place]

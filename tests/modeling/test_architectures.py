@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from dflash_core.modeling.target import TapReplica, load_ends, padding_error, read_facts
+from dflash_core.modeling.target import TapReplica, decoder_of, load_ends, padding_error, read_facts
 from dflash_core.records import Batch, PlannedBatch
 
 SIZES = {
@@ -34,14 +34,24 @@ LINEAR = {
     "linear_value_head_dim": 8,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 5e4}
-THETAS = {"gemma3": 1e6, "gpt_oss": 5e4}  # the others: 1e4
+THETAS = {"gemma3": 1e6, "gemma4": 1e6, "gpt_oss": 5e4, "mixtral": 5e4}  # the others: 1e4
+CAPS = {"gemma2": 0.5, "gemma3": 1.0, "gemma4": 1.0}  # the others: none
 FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES),
     "llama, tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS),
     "gpt_oss": lambda: transformers.GptOssConfig(
         **SIZES, **SLIDING, num_local_experts=4, num_experts_per_tok=2, rope_parameters=PLAIN
     ),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **SLIDING, query_pre_attn_scalar=8),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, **SLIDING, query_pre_attn_scalar=8, final_logit_softcapping=0.5),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **SLIDING, query_pre_attn_scalar=8, final_logit_softcapping=1.0),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **SIZES, **SLIDING, hidden_size_per_layer_input=0, num_kv_shared_layers=0, final_logit_softcapping=1.0
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, rope_parameters=PLAIN),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeConfig(
+        text_config={**SIZES, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16}
+    ),
     "qwen3_5": lambda: transformers.Qwen3_5Config(text_config={**SIZES, **LINEAR}),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(**SIZES, **LINEAR, **EXPERTS, shared_expert_intermediate_size=16),
 }
@@ -75,16 +85,21 @@ def test_every_layer_of_the_cut_model_equals_the_whole_one(family: tuple[str, Pa
     ids = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     with torch.no_grad():
         whole = model(input_ids=ids.long(), output_hidden_states=True).hidden_states
-    attention = model.config._attn_implementation
-    for layer in range(3):  # the last one's output stands after the final norm in `whole`
-        cut = TapReplica(str(directory), layer_ids=(layer,), dtype="float32", device="cpu", attention=attention)
-        assert torch.equal(cut.tap(batch(ids)).target_hidden, whole[layer + 1]), layer
+    hooked: list[Any] = [None] * 4
+    for layer, module in enumerate(decoder_of(model).layers):
+        module.register_forward_hook(lambda module, inputs, output, layer=layer: hooked.__setitem__(layer, output))
+    with torch.no_grad():
+        model(input_ids=ids.long())
+    for layer in range(4):
+        cut = TapReplica(str(directory), layer_ids=(layer,), dtype="float32", device="cpu", attention="auto")
+        tapped = cut.tap(batch(ids)).target_hidden
+        assert torch.equal(tapped, hooked[layer]), layer
+        assert torch.equal(tapped, whole[layer + 1]) == (layer < 3), "the last one's output stands after the final norm there"
 
 
 def test_padding_is_not_felt(family: tuple[str, Path, Any]) -> None:
-    _, directory, model = family
-    attention = model.config._attn_implementation
-    replica = TapReplica(str(directory), layer_ids=(0, 2), dtype="float32", device="cpu", attention=attention)
+    _, directory, _ = family
+    replica = TapReplica(str(directory), layer_ids=(0, 2), dtype="float32", device="cpu", attention="auto")
     assert padding_error(replica, row=8, longest=20, vocab_size=64) < 1e-5
 
 
@@ -92,10 +107,36 @@ def test_facts_and_ends_are_the_models_own(family: tuple[str, Path, Any]) -> Non
     name, directory, model = family
     facts = read_facts(str(directory))
     assert (facts.num_layers, facts.hidden_size, facts.num_heads, facts.head_dim, facts.vocab_size) == (4, 32, 4, 8, 64)
-    assert facts.rope_theta == THETAS.get(name, 1e4)
-    ends = load_ends(str(directory), dtype="float32", device="cpu", attention=model.config._attn_implementation)
-    ids = torch.arange(64)
-    states = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
+    assert (facts.rope_theta, facts.rope_scaling) == (THETAS.get(name, 1e4), None)
+    assert facts.logit_softcap == CAPS.get(name)
+    ends = load_ends(str(directory), dtype="float32", device="cpu", attention="auto")
+    ids = torch.arange(64).unsqueeze(0)
+    scale = 32**0.5 if "gemma" in name else 1.0
+    weight = model.get_input_embeddings().weight
+    replica = TapReplica(str(directory), layer_ids=(0,), dtype="float32", device="cpu", attention="auto", teacher=True)
+    last = replica.tap(batch(ids.int())).last_hidden
+    assert last is not None
     with torch.no_grad():
-        assert torch.equal(ends.embed(ids), model.get_input_embeddings()(ids))
-        assert torch.equal(ends.head(states), model.get_output_embeddings()(states))
+        torch.testing.assert_close(ends.embed(ids), weight[ids] * scale)
+        own, plain = ends.head(last), model.get_output_embeddings()(last)
+        torch.testing.assert_close(own, model(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
+    cap = CAPS.get(name)
+    expected = plain if cap is None else cap * torch.tanh(plain / cap)
+    torch.testing.assert_close(own, expected)
+    assert (float(plain.abs().max()) > 1.2 * float(own.abs().max())) == (cap is not None), "logits in the tests reach the bound"
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (lambda: transformers.GraniteConfig(**SIZES, embedding_multiplier=3.0), "embeddings"),
+        (lambda: transformers.GraniteConfig(**SIZES, logits_scaling=2.0), "logits"),
+        (lambda: transformers.CohereConfig(**SIZES, logit_scale=0.25), "logits"),
+    ],
+)
+def test_a_target_that_scales_outside_of_its_embedding_or_head_is_refused(
+    tmp_path: Path, config: Callable[[], Any], what: str
+) -> None:
+    transformers.AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"target\.path .*changes its {what} outside of the module"):
+        load_ends(str(tmp_path), dtype="float32", device="cpu", attention="auto")

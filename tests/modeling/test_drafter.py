@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from dflash_core.modeling.attention import Backend, BlockView
 from dflash_core.modeling.drafter import Drafter, new_drafter, tensor_shapes
+from dflash_core.records import DrafterShape
 from tests.fakes import make_drafter, make_shape
 
 
@@ -26,6 +27,15 @@ def turn(x: Tensor, position: int, theta: float) -> Tensor:
         out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
         out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
     return out
+
+
+def sees(shape: DrafterShape, layer: int, *, slot: int, key: int, anchor: int) -> bool:
+    """Whether a slot sees key number `key`: the positions before the anchor, then the block's slots."""
+    if layer not in shape.sliding_layers:
+        return True
+    assert shape.sliding_window is not None
+    distance = anchor + slot - key  # keys stand at their own position
+    return distance < shape.sliding_window if key < anchor else distance >= 0 or not shape.sliding_causal
 
 
 def slow_block(drafter: Drafter, taps: Tensor, embeddings: Tensor, anchor: int) -> Tensor:
@@ -50,14 +60,15 @@ def slow_block(drafter: Drafter, taps: Tensor, embeddings: Tensor, anchor: int) 
             values.append((weight("self_attn.v_proj") @ x).view(kv_heads, dim))
         for k, x in enumerate(u):
             query = (weight("self_attn.q_proj") @ x).view(heads, dim)
+            seen = [i for i in range(len(keys)) if sees(shape, layer, slot=k, key=i, anchor=anchor)]
             parts = []
             for h in range(heads):
                 q = turn(norm(query[h], weight("self_attn.q_norm"), eps), anchor + k, shape.rope_theta)
                 group = h * kv_heads // heads
-                scores = torch.stack([q @ key[group] / math.sqrt(dim) for key in keys])
+                scores = torch.stack([q @ keys[i][group] / math.sqrt(dim) for i in seen])
                 shares = torch.exp(scores - scores.max())
                 shares = shares / shares.sum()
-                parts.append(sum(share * value[group] for share, value in zip(shares, values, strict=True)))
+                parts.append(sum(share * values[i][group] for share, i in zip(shares, seen, strict=True)))
             y[k] = y[k] + weight("self_attn.o_proj") @ torch.cat(parts)  # type: ignore[arg-type]
         for k, x in enumerate(y):
             x = norm(x, weight("post_attention_layernorm"), eps)
@@ -67,7 +78,14 @@ def slow_block(drafter: Drafter, taps: Tensor, embeddings: Tensor, anchor: int) 
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"num_heads": 6, "num_kv_heads": 1, "head_dim": 4, "num_layers": 1}, {"num_kv_heads": 4, "rope_theta": 1e6}]
+    "changes",
+    [
+        {},
+        {"num_heads": 6, "num_kv_heads": 1, "head_dim": 4, "num_layers": 1},
+        {"num_kv_heads": 4, "rope_theta": 1e6},
+        {"num_layers": 3, "sliding_layers": (0, 1), "sliding_window": 5},
+        {"sliding_layers": (1,), "sliding_window": 4, "sliding_causal": False},
+    ],
 )
 @pytest.mark.parametrize("backend", ["dense", "grouped", "flex"])
 def test_denoise_equals_the_slow_version(changes: dict[str, Any], backend: Backend) -> None:

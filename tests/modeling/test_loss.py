@@ -1,6 +1,7 @@
 """The objective's sums against loops in float64, its gradients against autograd, and the golden values of D-PACE."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,21 @@ def test_accepted_counts_drafts_before_the_first_wrong_one() -> None:
     weights[0, 4, 3] = 0  # the row ends here: only two drafts can be accepted
     hits = torch.tensor([[[0, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 1], [1, 1, 1, 0], [0, 1, 1, 1]]], dtype=torch.bool)
     assert int(sums_of(weights, hits).accepted_sum) == 3 + 1 + 0 + 2 + 2
+
+
+def test_the_anchors_slot_counts_where_it_drafts() -> None:
+    weights, labels = torch.ones(1, 4, SIZE), torch.arange(4 * SIZE).view(1, 4, SIZE) % VOCAB
+    hits = torch.tensor([[[1, 1, 1, 1], [1, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 0]]], dtype=torch.bool)
+    blocks = replace(blocks_of(weights, labels), first_slot=0)
+    sums = block_loss(right(labels, hits), blocks, lambda states: states, terms={"ce": 1.0}, dpace_alpha=0.5)
+    assert int(sums.accepted_sum) == 4 + 1 + 0 + 3
+    assert (sums.counted.tolist(), sums.correct.tolist()) == ([4] * SIZE, [3, 3, 4, 3])
+    q = {True: math.exp(1) / (math.exp(1) + VOCAB - 1), False: 1 / (math.exp(1) + VOCAB - 1)}
+    expected = 0.0
+    for row in hits[0].tolist():
+        reached = [math.prod(0.5 * q[hit] + 0.5 for hit in row[: k + 1]) for k in range(SIZE)]
+        expected += sum(sum(reached[k:]) for k in range(SIZE))
+    assert float(sums.weight_sum) == pytest.approx(expected, rel=1e-5)
 
 
 def test_accuracy_of_two_right_slots_out_of_three() -> None:

@@ -174,6 +174,37 @@ def test_terms_against_the_target_read_its_state_one_token_before_the_label(buil
     assert metrics.weight_sum == pytest.approx(float(blocks.weights.sum()))
 
 
+def test_a_slot_more_is_trained_where_the_anchor_drafts(ends: TargetEnds, target_dir: Path, tmp_path: Path) -> None:
+    """Slot k against the token at a + k + 1 and the target's state at a + k."""
+    shape = make_shape(sample_from_anchor=True)
+    config = make_config(tmp_path, target_dir, training={"loss": {"kl": 1.0, "ce": 0.5}, "loss_decay_gamma": 3.0}, seed=3)
+    trainer = Trainer(new_drafter(shape, 0), ends, config, total_steps=9, device="cpu")
+    plain = tapped(ROWS[:2])
+    last = torch.randn(*plain.batch.input_ids.shape, 32, generator=torch.Generator().manual_seed(4))
+    metrics = trainer.train(TappedBatch(batch=plain.batch, target_hidden=plain.target_hidden, last_hidden=last))
+    assert metrics is not None
+    assert metrics.counted[0] == metrics.blocks >= metrics.counted[1] >= metrics.counted[3] > 0
+    reference, loss, accepted = new_drafter(shape, 0), 0.0, 0
+    blocks = draw_blocks(plain.batch, block_size=4, mask_token_id=3, num_anchors=4, gamma=3.0, seed=3)
+    with torch.no_grad():
+        states = block_states(reference, ends.embed, reference.context(plain.target_hidden), blocks)
+        for b, j in blocks.block_valid.nonzero().tolist():
+            ids, mask = ROWS[b]
+            anchor, right = int(blocks.anchor_positions[b, j]), True
+            for k in range(4):
+                place = anchor + k + 1
+                if place >= len(ids) or not mask[place]:
+                    break
+                log_q, log_p = ends.head(states[b, j, k]).log_softmax(-1), ends.head(last[b, place - 1]).log_softmax(-1)
+                term = (log_p.exp() * (log_p - log_q)).sum() - 0.5 * log_q[ids[place]]
+                loss += math.exp(-k / 3) * float(term)
+                right = right and int(log_q.argmax()) == ids[place]
+                accepted += right
+    assert metrics.loss_sum == pytest.approx(loss, rel=1e-5)
+    assert metrics.accepted_sum == accepted
+    assert trainer.quality == pytest.approx(1 + accepted / metrics.blocks)
+
+
 @pytest.mark.parametrize("weights", ["dpace", "none"])
 def test_other_slot_weights(build: Any, weights: str) -> None:
     batch = tapped(ROWS[:3])
