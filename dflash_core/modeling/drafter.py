@@ -164,7 +164,9 @@ class Drafter(nn.Module):
         for a drafter whose anchor drafts, since the caller reads the slots behind it.
         """
         if self.shape.sample_from_anchor:
-            raise ValueError("sample_from_anchor: generate() reads slot k as the token at anchor + k; decode this drafter with ours")
+            raise ValueError(
+                "sample_from_anchor: generate() reads slot k as the token at anchor + k; decode this drafter with ours"
+            )
         if attention_mask is not None and not bool(attention_mask.all()):
             hidden = int((attention_mask == 0).sum())
             raise ValueError(f"attention_mask hides {hidden} of {attention_mask.numel()} tokens: give the prompt without padding")

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,30 +16,33 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 LENGTH, SIZE, HEADS, KV_HEADS, DIM = 1000, 16, 8, 2, 64  # a length that no tile divides
 
 
-def attention(backend: Backend, leaves: list[Tensor], anchors: Tensor) -> list[Tensor]:
+def attention(backend: Backend, leaves: list[Tensor], anchors: Tensor, **sliding: Any) -> list[Tensor]:
     """Output and gradients of one attention over `leaves`: queries, context and own keys and values."""
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     view = BlockView(
         anchor_positions=anchors,
-        block_valid=torch.ones_like(anchors, dtype=torch.bool),
+        block_valid=anchors > 0,
         context_length=LENGTH,
         block_size=SIZE,
         backend=backend,
+        **sliding,
     )
     out = attend(leaves[0], (leaves[1], leaves[2]), (leaves[3], leaves[4]), view)
     return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("sliding", [{}, {"window": 64, "causal": True}, {"window": 64, "causal": False}])
 @pytest.mark.parametrize("blocks", [3, 37])
-def test_flex_attention_forward_and_backward(dtype: torch.dtype, tolerance: float, blocks: int) -> None:
+def test_flex_attention_forward_and_backward(dtype: torch.dtype, tolerance: float, blocks: int, sliding: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(blocks)
     anchors = torch.stack([(torch.randperm(LENGTH - 1, generator=generator)[:blocks] + 1).sort().values for _ in range(2)])
+    anchors[1, -2:] = 0  # padding blocks
     sizes = [(HEADS, blocks * SIZE), *[(KV_HEADS, LENGTH)] * 2, *[(KV_HEADS, blocks * SIZE)] * 2]
     leaves = [torch.randn(2, *size, DIM, generator=generator) for size in sizes]
-    wanted = attention("dense", leaves, anchors)  # fp32 on the CPU
+    wanted = attention("dense", leaves, anchors, **sliding)  # fp32 on the CPU
     for backend in ("dense", "flex"):
-        found = attention(backend, [leaf.to("cuda:0", dtype) for leaf in leaves], anchors.cuda())
+        found = attention(backend, [leaf.to("cuda:0", dtype) for leaf in leaves], anchors.cuda(), **sliding)
         for a, b in zip(found, wanted, strict=True):
             assert float((a.cpu().float() - b).norm() / b.norm()) < tolerance, backend
 
