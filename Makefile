@@ -41,7 +41,7 @@ test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow --timeout 3600
 
 test-serving: $(VENV)/.installed-dev $(SERVING)/.installed
-	$(PYTEST) -m serving --timeout 1800
+	$(PYTEST) -m serving --timeout 1800 tests/serving
 
 # vLLM and z-lab's package pin other versions than ours and name packages that they do not use: exactly the pins, nothing else.
 $(SERVING)/.installed: constraints-serving.txt
