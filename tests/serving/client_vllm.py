@@ -1,4 +1,8 @@
-"""vLLM's CPU build. It runs in one process and answers one prompt after the other, so that its counters are those of a prompt."""
+"""vLLM's CPU build. It runs in one process and answers one prompt after the other, so that its counters are those of a prompt.
+
+The CPU build of 0.32.0 norms the context's keys of every draft layer with the k_norm of the first (its rms_norm kernel reads one row of
+weights), which turns a few close drafts. Normed layer by layer, its counters are those of our loop exactly.
+"""
 
 from typing import Any
 
