@@ -15,6 +15,8 @@ from dflash_core.decoding.report import shown
 from dflash_core.decoding.summary import by_set, committed_and_rounds, prompt_sums
 from dflash_core.records import AcceptanceReport, Comparison, Decision, Gate, Measured
 
+LEAST_SHARE = 0.5  # of the acceptance length that teacher-forced blocks predict
+
 
 def compare(results: Sequence[Measured]) -> Comparison:
     """The candidate's acceptance length minus the champion's, both measured on the same prompts by the same process."""
@@ -52,7 +54,7 @@ def decide(
     """All gates in order. `report` is None where the export could not be measured, `comparison` where there is no champion."""
     gates = [Gate(name="export", passed=export_fault is None, reason=export_fault or "verified")]
     if report is not None:
-        gates += [_lossless(report), _enough(report, settings), _faster(report, settings)]
+        gates += [_lossless(report), _enough(report, settings), _consistent(report), _faster(report, settings)]
         if comparison is not None:
             gates += _beats(comparison)
     return Decision(promoted=report is not None and all(gate.passed for gate in gates), gates=tuple(gates))
@@ -73,6 +75,13 @@ def _lossless(report: AcceptanceReport) -> Gate:
 def _enough(report: AcceptanceReport, settings: PromotionConfig) -> Gate:
     text = f"{report.prompts} requests measured, {settings.min_prompts} needed for an interval that means something"
     return Gate(name="prompts", passed=report.prompts >= settings.min_prompts, reason=text)
+
+
+def _consistent(report: AcceptanceReport) -> Gate:
+    """Decoding that accepts far less than blocks on the same texts do sees other positions, states or masks than training did."""
+    real, simulated = report.acceptance_length, report.acceptance_length_simulated
+    text = f"acceptance length {real:.2f} by decoding, {simulated:.2f} by blocks after every token of the same texts, at least half of it needed"
+    return Gate(name="gap", passed=real >= LEAST_SHARE * simulated, reason=text)
 
 
 def _faster(report: AcceptanceReport, settings: PromotionConfig) -> Gate:

@@ -1,5 +1,6 @@
 """The gates: each can refuse alone, and says what it found."""
 
+import dataclasses
 import random
 from typing import Any
 
@@ -48,13 +49,13 @@ def refused(decision: Decision) -> dict[str, str]:
 def test_a_first_champion_needs_the_absolute_gates_only() -> None:
     decision = decided(results({"math": (0.5, None)}), champion=False)
     assert decision.promoted
-    assert [gate.name for gate in decision.gates] == ["export", "lossless", "prompts", "speedup"]
+    assert [gate.name for gate in decision.gates] == ["export", "lossless", "prompts", "gap", "speedup"]
 
 
 def test_a_better_drafter_replaces_the_champion() -> None:
     decision = decided(results({"math": (4.0, 3.0), "chat": (2.5, 2.0)}))
     assert decision.promoted
-    assert [gate.name for gate in decision.gates] == ["export", "lossless", "prompts", "speedup", "better", "sets"]
+    assert [gate.name for gate in decision.gates] == ["export", "lossless", "prompts", "gap", "speedup", "better", "sets"]
 
 
 def test_the_champion_itself_is_no_better_than_itself() -> None:
@@ -98,6 +99,17 @@ def test_a_text_may_differ_at_a_tie_only(margin: float, promoted: bool) -> None:
 def test_a_drafter_that_does_not_speed_up_is_refused() -> None:
     found = refused(decided(results({"math": (4.0, None)}, seconds=2.0), champion=False))
     assert found == {"speedup": "speed-up over the target alone 1.00 [1.00, 1.00], must be above 1"}
+
+
+def test_decoding_far_below_what_blocks_predict_is_refused() -> None:
+    """CASES E20: rounds accept none, blocks on the same texts half of seven."""
+    wrong = [
+        dataclasses.replace(one, simulated=generation((5,) * 12, (7,) * 12, tokens=TEXT))
+        for one in results({"math": (1.5, None)})
+    ]
+    reasons = refused(decided(wrong, champion=False))
+    assert reasons.keys() == {"gap"}
+    assert "6.00 by blocks" in reasons["gap"]
 
 
 def test_too_few_prompts_say_nothing() -> None:

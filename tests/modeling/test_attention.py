@@ -1,6 +1,8 @@
 """The mask, against the golden picture of the algorithm's description and a loop; attention against plain softmax."""
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -200,3 +202,38 @@ def test_backend_of_a_device(wanted: Backend, device: str, keys: int, chosen: st
 def test_a_backend_that_cannot_train_on_the_device_is_refused(wanted: Backend, device: str) -> None:
     with pytest.raises(ValueError, match=rf"training.attention {wanted} on {device}: .*; choose auto or dense"):
         check_backend(wanted, device)
+
+
+PEAK = """
+import torch
+from pathlib import Path
+from dflash_core.modeling.attention import BlockView, attend, choose_backend
+
+torch.set_num_threads(1)
+length, blocks, size = 4096, 512, 16
+view = BlockView(
+    anchor_positions=torch.linspace(1, length - 1, blocks).long().unsqueeze(0),
+    block_valid=torch.ones(1, blocks, dtype=torch.bool),
+    context_length=length,
+    block_size=size,
+    backend=choose_backend("auto", "cpu", keys=length + blocks * size),
+)
+leaves = [torch.randn(1, 1, n, 8).requires_grad_() for n in (blocks * size, length, length, blocks * size, blocks * size)]
+
+
+def memory(name):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+
+
+attend(leaves[0][:, :, :size], tuple(leaves[1:3]), tuple(leaf[:, :, :size] for leaf in leaves[3:]), None).sum().backward()
+before = memory("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+attend(leaves[0], tuple(leaves[1:3]), tuple(leaves[3:]), view).sum().backward()
+print((memory("VmHWM") - before) / 1024)
+"""
+
+
+def test_memory_of_many_anchors_over_a_long_row() -> None:
+    """CASES E18: 512 blocks of 16 over 4,096 tokens. A dense mask of them has 96 MiB, and 384 as numbers."""
+    out = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    assert float(out.stdout) < 32

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from dflash_core.decoding.export import write_export
 from dflash_core.modeling.anchors import draw_blocks
 from dflash_core.modeling.blocks import block_states
 from dflash_core.modeling.drafter import new_drafter
@@ -216,6 +218,23 @@ def test_other_slot_weights(build: Any, weights: str) -> None:
     else:  # a slot's weight is at least what reaching it alone would give, (1 + 1/V) / 2 a slot
         assert b.weight_sum > sum(0.5**k * count for k, count in enumerate(b.counted))
     assert all(torch.isfinite(value).all() for value in other.snapshot().weights.values())
+
+
+def test_weights_move_at_a_small_rate_though_products_are_bfloat16(build: Any, ends: TargetEnds, tmp_path: Path) -> None:
+    """CASES E9: weights and moments stay in float32, where a step of 1e-4 is not rounded away; the export alone is bfloat16."""
+    trainer, resumed = (build(autocast="bfloat16", learning_rate=1e-4, total_steps=200) for _ in range(2))
+    batches = [tapped([row(20, seed=i), row(30, seed=i + 9)], number=i) for i in range(8)]
+    for number in range(200):
+        trainer.train(batches[number % 8])
+        if number == 100:
+            resumed.restore(trainer.snapshot())
+            trainer = resumed
+    state = trainer.snapshot()
+    norms = torch.cat([weight for name, weight in state.weights.items() if "norm" in name])
+    assert float((norms != 1).float().mean()) > 0.95
+    assert {tensor.dtype for tensor in (*state.weights.values(), *state.moments.values())} == {torch.float32}
+    write_export(tmp_path / "export", state.weights, trainer.drafter.shape, target="t")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "export" / "model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_training_lowers_the_loss(build: Any) -> None:
