@@ -4,7 +4,7 @@ import http.client
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,13 +12,16 @@ SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please r
 
 
 @contextmanager
-def faulty_proxy(upstream: str, *, share: float, seed: int = 0, delay_s: float = 0.0) -> Iterator[tuple[str, dict[str, int]]]:
+def faulty_proxy(
+    upstream: str, *, share: float, seed: int = 0, delay_s: float = 0.0, cuts_upload: Callable[[int], bool] = lambda size: False
+) -> Iterator[tuple[str, dict[str, int]]]:
     """(address, counts of what was done): of all requests, `share` is cut, `share` is cut amid the answer, `share` gets 503.
 
-    Every request waits for `delay_s` first. The counts have requests by method too, as "PUT".
+    Every request waits for `delay_s` first. Where `cuts_upload(bytes)` of a body says so, the connection ends at 60 % of it. The counts
+    have requests by method too, as "PUT".
     """
     chance = random.Random(seed)
-    counts = {"cut": 0, "half": 0, "503": 0, "ok": 0}
+    counts = {"cut": 0, "half": 0, "503": 0, "ok": 0, "upload": 0}
     host = upstream.removeprefix("http://")
 
     class Handler(BaseHTTPRequestHandler):
@@ -28,7 +31,13 @@ def faulty_proxy(upstream: str, *, share: float, seed: int = 0, delay_s: float =
             """Silent."""
 
         def forward(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            size = int(self.headers.get("Content-Length", 0))
+            if cuts_upload(size):
+                self.rfile.read(size * 6 // 10)
+                counts["upload"] += 1
+                self.close_connection = True
+                return
+            body = self.rfile.read(size)
             time.sleep(delay_s)
             fault = chance.choices(["cut", "half", "503", "ok"], [share, share, share, 1 - 3 * share])[0]
             counts[fault] += 1
@@ -58,7 +67,7 @@ def faulty_proxy(upstream: str, *, share: float, seed: int = 0, delay_s: float =
             self.end_headers()
             self.wfile.write(content)
 
-        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = forward
+        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = do_PATCH = forward
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)

@@ -100,3 +100,26 @@ def api(prefect_server: dict[str, str]) -> Iterator[None]:
 def run_file(tmp_path: Path, target_dir: Path) -> Path:
     """The YAML of a tiny complete run: 24 conversations, 4 prompts, runs under tmp_path/runs."""
     return fakes.save_config(fakes.make_config(tmp_path, target_dir), tmp_path / "tiny.yaml")
+
+
+@pytest.fixture
+def mlflow_server(tmp_path: Path) -> Iterator[str]:
+    """MLflow's own server on loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
+        *("--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path / "artifacts")),
+    ]
+
+    def healthy() -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+            return answer.status == 200
+        return False
+
+    with process(
+        command, clean_environment(tmp_path / "home", MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"), tmp_path / "mlflow.log"
+    ) as server:
+        wait_for("MLflow", healthy, server, tmp_path / "mlflow.log")
+        yield f"http://127.0.0.1:{port}"

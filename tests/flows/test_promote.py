@@ -1,11 +1,6 @@
 """Promotion against a store: what is registered, when the alias moves, and what a refused drafter keeps."""
 
 import json
-import socket
-import sys
-import urllib.request
-from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +28,6 @@ from flows.mlflow_run import tracking_uri
 from flows.promote import promote
 from flows.registry import Registry, open_registry
 from tests import fakes
-from tests.flows.conftest import clean_environment, process, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -138,29 +132,6 @@ def test_what_was_not_trained_is_bad_input(tmp_path: Path, target_dir: Path) -> 
 
 
 # ---- with a real server and drafters that learned something -----------------------------------------------------------
-
-
-@pytest.fixture
-def mlflow_server(tmp_path: Path) -> Iterator[str]:
-    """MLflow's own server on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
-        *("--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path / "artifacts")),
-    ]
-
-    def healthy() -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
-            return answer.status == 200
-        return False
-
-    with process(
-        command, clean_environment(tmp_path / "home", MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"), tmp_path / "mlflow.log"
-    ) as server:
-        wait_for("MLflow", healthy, server, tmp_path / "mlflow.log")
-        yield f"http://127.0.0.1:{port}"
 
 
 def learned(config: Config, steps: int) -> dict[str, torch.Tensor]:
