@@ -17,6 +17,7 @@ from dflash_core.modeling.census import Census
 from dflash_core.modeling.drafter import tensor_shapes
 from dflash_core.records import DrafterShape, StepMetrics
 from dflash_core.sizes import DTYPE_BYTES, EVALUATED_BLOCKS, batch_bytes, needs_teacher
+from dflash_core.training import muon
 
 MOMENTS = {"adamw": 2, "muon": 1}  # fp32 values a parameter that the optimizer keeps
 TOKEN_BYTES = 5  # of a shard: id and mask
@@ -62,11 +63,12 @@ class Cost:
     context: float  # a data token in the drafter: its keys and values
     block: float  # a token of a block in the drafter, forward and backward
     block_tokens: float  # a data token, in the mean
+    update: float = 0.0  # a data token, of the optimizer
 
     @property
     def drafter(self) -> float:
         """Of the drafter, a data token."""
-        return self.context + self.block_tokens * self.block
+        return self.context + self.block_tokens * self.block + self.update
 
     def of_step(self, metrics: StepMetrics, *, block_size: int) -> float:
         """FLOPs of a step's real tokens: padding counts as nothing."""
@@ -89,7 +91,16 @@ def cost(config: Config, shape: DrafterShape, counted: Census, *, row_tokens: fl
         context=4 * taps * hidden * hidden + 6 * 2 * hidden * key_width * shape.num_layers,
         block=6 * layer * shape.num_layers + 4 * hidden * shape.vocab_size + looks,
         block_tokens=anchors * shape.block_size / row_tokens,
+        update=update_flops(config.training, shape) / (config.training.tokens_per_batch * config.training.accumulate),
     )
+
+
+def update_flops(training: TrainingConfig, shape: DrafterShape) -> float:
+    """Of one optimizer step, where they count: Muon's products of each matrix."""
+    if training.optimizer != "muon":
+        return 0.0
+    sides = [sorted(size) for size in tensor_shapes(shape).values() if len(size) == 2]
+    return float(sum(muon.STEPS * (4 * m * m * n + 2 * m**3) for m, n in sides))
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

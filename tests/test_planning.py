@@ -15,7 +15,7 @@ from dflash_core.records import DrafterShape, TargetFacts
 from dflash_core.sizes import resolve
 from flows.plan import plan
 from flows.settings import load_config
-from tests.fakes import VOCAB, make_config
+from tests.fakes import VOCAB, make_config, make_shape
 
 GB = 1e9
 TAPS = (1, 16, 31, 46, 61)
@@ -40,7 +40,7 @@ SHAPE = DrafterShape(
 def config(tmp_path: Path) -> Config:
     settings: dict[str, Any] = {
         "target": {"dtype": "bfloat16"},
-        "training": {"tokens_per_batch": 16_384, "anchors_per_row": 512, "anchors_per_batch": 4096},
+        "training": {"tokens_per_batch": 16_384, "anchors_per_row": 512, "anchors_per_batch": 4096, "optimizer": "adamw"},
         "pipeline": {"ahead_bytes": 8 * 2**30},
     }
     return make_config(tmp_path, "unused", **settings)
@@ -85,6 +85,26 @@ def test_evaluating_snapshots_needs_the_whole_target_and_a_copy_of_the_drafter(c
     assert on.parts["caches and logits for evaluations"] == 2 * (cache + logits)
     saves = [planning.disk_room(each, SHAPE, tokens=1e9).parts["checkpoints"] for each in (config, watched)]
     assert saves[1] == saves[0] / 5 * 6
+
+
+def test_what_the_optimizer_keeps_and_computes(config: Config, counted: Census) -> None:
+    def of(**training: Any) -> Config:
+        return config.model_copy(update={"training": config.training.model_copy(update=training)})
+
+    plain, muon, both = config, of(optimizer="muon"), of(optimizer="muon", ema=0.99, accumulate=4)
+    states = [planning.drafter_room(each, SHAPE, counted).parts["states"] for each in (plain, muon, both)]
+    parameters = planning.drafter_parameters(SHAPE)
+    assert states == [16 * parameters, 12 * parameters, 16 * parameters]  # with the gradient
+    one = make_shape(
+        num_layers=1, hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=2, target_layer_ids=(0,)
+    )
+    # fc 8x8, q and o 4x8, k and v 2x8, three of 8x16: five times 4 m^2 n + 2 m^3
+    by_hand = 5 * ((4 * 64 * 8 + 2 * 512) + 2 * (4 * 16 * 8 + 2 * 64) + 2 * (4 * 4 * 8 + 2 * 8) + 3 * (4 * 64 * 16 + 2 * 512))
+    assert planning.update_flops(muon.training, one) == by_hand
+    costs = [planning.cost(each, SHAPE, counted, row_tokens=2000, anchors=512) for each in (plain, muon, both)]
+    assert costs[0].update == 0
+    assert costs[1].drafter - costs[0].drafter == pytest.approx(planning.update_flops(muon.training, SHAPE) / 16_384)
+    assert costs[2].update == costs[1].update / 4
 
 
 @pytest.mark.parametrize(("anchors", "gigaflops", "ratio"), [(128, 16.2, 3.0), (256, 31.5, 1.5), (512, 62.2, 0.78)])

@@ -99,7 +99,7 @@ def test_h2_the_exported_model_drafts_what_the_trainer_drafts(
         for anchor in anchors:
             block = torch.tensor([[text[anchor], *[shape.mask_token_id] * (shape.block_size - 1)]])
             places = torch.arange(anchor, anchor + shape.block_size).unsqueeze(0)
-            out = drafter(ends.embed(block), places, drafter.context(taps[:, :anchor]))
+            out = drafter.denoise(ends.embed(block), places, drafter.context(taps[:, :anchor]))
             drafts = ends.head(out[0, 1:]).argmax(-1).tolist()
             assert drafts == training[anchor] == text[anchor + 1 : anchor + size]  # slot k: the token at anchor + k
 
@@ -178,7 +178,7 @@ def test_h11_no_attention_setting_travels_with_an_export(tmp_path: Path, target_
     drafter = load_export(export)
     with torch.no_grad():
         context = drafter.context(torch.randn(1, 5, 3 * 32))
-        assert torch.isfinite(drafter(torch.randn(1, 4, 32), torch.arange(5, 9).unsqueeze(0), context)).all()
+        assert torch.isfinite(drafter.denoise(torch.randn(1, 4, 32), torch.arange(5, 9).unsqueeze(0), context)).all()
 
 
 @pytest.mark.parametrize(
