@@ -16,8 +16,7 @@ from dflash_core.config import Config, TrainingConfig
 from dflash_core.modeling.census import Census
 from dflash_core.modeling.drafter import tensor_shapes
 from dflash_core.records import DrafterShape, StepMetrics
-from dflash_core.sizes import DTYPE_BYTES, EVALUATED_BLOCKS, batch_bytes, needs_teacher
-from dflash_core.training import muon
+from dflash_core.sizes import DTYPE_BYTES, EVALUATED_BLOCKS, MUON_STEPS, batch_bytes, needs_teacher
 
 MOMENTS = {"adamw": 2, "muon": 1}  # fp32 values a parameter that the optimizer keeps
 TOKEN_BYTES = 5  # of a shard: id and mask
@@ -100,7 +99,7 @@ def update_flops(training: TrainingConfig, shape: DrafterShape) -> float:
     if training.optimizer != "muon":
         return 0.0
     sides = [sorted(size) for size in tensor_shapes(shape).values() if len(size) == 2]
-    return float(sum(muon.STEPS * (4 * m * m * n + 2 * m**3) for m, n in sides))
+    return float(sum(MUON_STEPS * (4 * m * m * n + 2 * m**3) for m, n in sides))
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

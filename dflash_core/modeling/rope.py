@@ -9,8 +9,6 @@ The drafter turns whole heads, in one dimension, whatever share of its own the t
 
 from typing import Any
 
-import torch
-
 OPTIONAL = {"beta_fast", "beta_slow", "truncate"}
 SCALED = {  # schemas whose frequencies are the same for every length of text: the keys that decide them
     "linear": ("factor",),
@@ -44,6 +42,8 @@ def frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> 
 
     Plain numbers, so that they stay fp32 whatever precision or device the drafter is moved to.
     """
+    import torch  # the rest is settings, which flows read without it
+
     with torch.device("cpu"):
         if scaling is None:
             exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim

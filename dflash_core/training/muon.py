@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_core.sizes import MUON_STEPS
+
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the quintic x (a + b x^2 + c x^4): singular values end between 0.7 and 1.2
-STEPS = 5
 SIZE = 0.2  # root mean square of AdamW's updates
 
 
@@ -55,7 +56,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(STEPS):
+    for _ in range(MUON_STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if tall else x).float()
