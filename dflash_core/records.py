@@ -191,6 +191,11 @@ class StepMetrics:
     seconds: float  # wall time since the previous step, of the first one since its first micro-batch came
     observed: dict[str, float] = field(default_factory=dict)  # how the pipeline stood: Observation.sample
 
+    @property
+    def drafting(self) -> int:
+        """Blocks that drafted: in each of them the first slot that drafts is trained."""
+        return max(self.counted, default=0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:

@@ -249,7 +249,7 @@ class _Sums:
         self.loss += metrics.loss_sum
         self.weight += metrics.weight_sum
         self.accepted += metrics.accepted_sum
-        self.drafts += max(metrics.counted, default=0)  # the first slot that drafts is trained in each block
+        self.drafts += metrics.drafting
         self.seconds += metrics.seconds
         self.tokens += metrics.tokens
         self.skipped += sum(metrics.skipped.values())

@@ -115,13 +115,12 @@ def parse_shape(config: dict[str, Any], path: str) -> DrafterShape:
         raise ValueError(f"{path}: {', '.join(absent)} missing; is this a DFlash drafter?")
     if nested.get("block_size", config["block_size"]) != config["block_size"]:
         raise ValueError(f"{path}: block_size {config['block_size']} and dflash_config.block_size {nested['block_size']} differ")
-    shape = DrafterShape(
+    return DrafterShape(
         **{field: config[key] for field, key in SIZES.items()},
         mask_token_id=nested["mask_token_id"],
         target_layer_ids=tuple(nested["target_layer_ids"]),
-        **read_variants(config, source=str(path)),
+        **read_variants(config, source=path),
     )
-    return shape
 
 
 def load_export(directory: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Drafter:

@@ -29,9 +29,6 @@ def speculators_config(shape: DrafterShape, target: str, architectures: list[str
     `sliding_window_non_causal` is true where no layer slides, too: vLLM makes every layer causal inside the block without it.
     """
     own = export_config(shape, target)
-    causal = "sliding_attention" in own["layer_types"] and own.get("is_causal") is not False
-    from_anchor = bool(own.get("sample_from_anchor"))
-    drafts = shape.block_size - (not from_anchor)
     return {
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": "dflash",
@@ -40,15 +37,15 @@ def speculators_config(shape: DrafterShape, target: str, architectures: list[str
         "aux_hidden_state_layer_ids": [i + 1 for i in shape.target_layer_ids],
         "draft_vocab_size": shape.vocab_size,
         "target_hidden_size": None,
-        "sample_from_anchor": from_anchor,
-        "sliding_window_non_causal": not causal,
+        "sample_from_anchor": shape.sample_from_anchor,
+        "sliding_window_non_causal": not (shape.sliding_layers and shape.sliding_causal),
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "transformer_layer_config": {key: value for key, value in own.items() if key not in OUTSIDE},
         "speculators_config": {
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": shape.block_size - shape.first_slot}],
             "verifier": {"name_or_path": target, "architectures": architectures},
         },
     }

@@ -103,7 +103,7 @@ class BlockView:
     @cached_property
     def additive(self) -> Tensor:
         """`mask` as 0 and -inf in fp32, made once: given the mask, the kernel makes this in every layer."""
-        return torch.zeros(self.mask.shape, device=self.mask.device).masked_fill_(~self.mask, -math.inf)
+        return torch.where(self.mask, 0.0, -math.inf)
 
     @cached_property
     def runs(self) -> list[Run]:

@@ -12,11 +12,10 @@ from dflash_core.records import StepMetrics
 
 def step_row(metrics: StepMetrics) -> dict[str, Any]:
     """One line of metrics.jsonl: the sums as they are, and the means that people read."""
-    drafting = max((1, *metrics.counted))  # blocks: the first slot that drafts is trained in each
     means = {
         "loss": metrics.loss_sum / metrics.weight_sum if metrics.weight_sum else None,
         "accuracy": sum(metrics.correct) / max(1, sum(metrics.counted)),
-        "simulated_acceptance_length": 1 + metrics.accepted_sum / drafting,
+        "simulated_acceptance_length": 1 + metrics.accepted_sum / max(1, metrics.drafting),
         "tokens_per_second": metrics.tokens / metrics.seconds if metrics.seconds else None,
     }
     row = {**asdict(metrics), **means}

@@ -31,8 +31,10 @@ def learning_rate(step: int, *, total: int, training: TrainingConfig) -> float:
 
 def make_optimizers(module: nn.Module, training: TrainingConfig) -> tuple[torch.optim.Optimizer, ...]:
     """AdamW over all parameters, in one kernel for all of them; or Muon for the matrices and AdamW for the rest."""
-    matrices = [parameter for parameter in module.parameters() if training.optimizer == "muon" and parameter.dim() == 2]
-    others = [parameter for parameter in module.parameters() if not any(parameter is matrix for matrix in matrices)]
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
+    for parameter in module.parameters():
+        (matrices if training.optimizer == "muon" and parameter.dim() == 2 else others).append(parameter)
     rate, decay = training.learning_rate, training.weight_decay
     adam = torch.optim.AdamW(others, lr=rate, betas=training.betas, weight_decay=decay, fused=True)
     return (adam, Muon(matrices, lr=rate, weight_decay=decay)) if matrices else (adam,)

@@ -275,9 +275,6 @@ class Trainer:
         if window.weight_sum > 0:  # a window of skipped micro-batches is no judgement of the gradient
             self._judge(applied, norm)
         self.drafter.zero_grad(set_to_none=True)
-        if drafting := int(window.counted.max()):  # blocks: the first slot that drafts is trained in each
-            length = 1 + window.accepted_sum / drafting
-            self.quality = self.quality + QUALITY_RATE * (length - self.quality) if self.quality else length
         self.step += 1
         self.ledger.update(own)
         micro_batches = window.micro_batches - window.skipped.pop(IDLE, 0)
@@ -307,6 +304,9 @@ class Trainer:
             applied=applied,
             seconds=now - (self._since or now),
         )
+        if metrics.drafting:
+            length = 1 + metrics.accepted_sum / metrics.drafting
+            self.quality = self.quality + QUALITY_RATE * (length - self.quality) if self.quality else length
         self._since = now
         self._window = Window(self.drafter.shape.block_size)
         if asked:

@@ -4,16 +4,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from dflash_core.decoding.cache import DecodingTarget
+from dflash_core.decoding.export import write_export
 from dflash_core.modeling.drafter import new_drafter
 from dflash_core.modeling.target import TapReplica, TargetEnds, load_model
 from dflash_core.records import DrafterShape
 from dflash_core.training.trainer import Trainer
 from tests.decoding.texts import LAYERS, alone, prompt_of
-from tests.fakes import make_batch, make_config, make_shape, save_target
+from tests.fakes import make_batch, make_config, make_drafter, make_shape, save_target
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.fixture
+def masters() -> dict[str, Tensor]:
+    """fp32 weights of a small drafter."""
+    return {name: value.clone() for name, value in make_drafter().state_dict().items()}
+
+
+@pytest.fixture
+def export(tmp_path: Path, masters: dict[str, Tensor]) -> Path:
+    """The same as an exported directory, each test's own."""
+    return write_export(tmp_path / "export", masters, make_shape(), target="some/target")
 
 
 @pytest.fixture(scope="package")

@@ -45,16 +45,6 @@ EXPECTED = {
 }
 
 
-@pytest.fixture
-def masters() -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in make_drafter().state_dict().items()}
-
-
-@pytest.fixture
-def export(tmp_path: Path, masters: dict[str, Tensor]) -> Path:
-    return write_export(tmp_path / "export", masters, make_shape(), target="some/target")
-
-
 CHILD = """
 import json, sys
 import torch

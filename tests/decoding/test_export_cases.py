@@ -48,11 +48,6 @@ LAYER = {
 }
 
 
-@pytest.fixture
-def export(tmp_path: Path) -> Path:
-    return write_export(tmp_path / "export", make_drafter().state_dict(), make_shape(), target="some/target")
-
-
 def wrong(directory: Path) -> list[str]:
     return [finding.engine for finding in check_export(directory) if finding.level != "note"]
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dflash_core.decoding.export import parse_shape, write_export
+from dflash_core.decoding.export import parse_shape
 from dflash_core.decoding.layouts import open_drafter, our_name, read_weights
 from tests.decoding.directories import LAYOUTS, edit_config, edit_tensors, sharded
-from tests.fakes import VOCAB, make_drafter, make_shape
+from tests.fakes import VOCAB, make_shape
 
 TARGETS = "the target's own"
 EMBEDDING, HEAD, MAP = (
@@ -31,16 +31,6 @@ SKIPPED: dict[str, dict[str, str]] = {
         "dflash_module.rotary_emb.inv_freq": "a table of rotary positions, which rope_theta gives",
     },
 }
-
-
-@pytest.fixture
-def masters() -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in make_drafter().state_dict().items()}
-
-
-@pytest.fixture
-def export(tmp_path: Path, masters: dict[str, Tensor]) -> Path:
-    return write_export(tmp_path / "export", masters, make_shape(), target="some/target")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

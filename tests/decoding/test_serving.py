@@ -23,11 +23,6 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 UP = "layers.1.mlp.up_proj.weight"
 
 
-@pytest.fixture
-def export(tmp_path: Path) -> Path:
-    return write_export(tmp_path / "export", make_drafter().state_dict(), make_shape(), target="some/target")
-
-
 def wrong(directory: Path) -> list[tuple[str, str, str]]:
     """(engine, level, text) of everything that is not a note."""
     return [(f.engine, f.level, f.text) for f in check_export(directory) if f.level != "note"]

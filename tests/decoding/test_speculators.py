@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_core import assembly
-from dflash_core.decoding.export import parse_shape, write_export
+from dflash_core.decoding.export import parse_shape
 from dflash_core.decoding.layouts import open_drafter, read_weights
 from dflash_core.decoding.speculators import speculators_config, write_speculators
 from dflash_core.modeling.drafter import new_drafter
@@ -18,12 +18,7 @@ from dflash_core.rundir import open_run
 from dflash_core.sizes import resolve
 from dflash_core.training.checkpoint import save_checkpoint
 from tests.decoding.directories import speculators as by_hand
-from tests.fakes import VOCAB, make_config, make_drafter, make_shape, save_target
-
-
-@pytest.fixture
-def export(tmp_path: Path) -> Path:
-    return write_export(tmp_path / "export", make_drafter().state_dict(), make_shape(), target="some/target")
+from tests.fakes import VOCAB, make_config, make_shape, save_target
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -16,7 +16,7 @@ from dflash_core import assembly, opening, preparation
 from dflash_core.config import Config
 from dflash_core.data.batches import BufferPool, assemble
 from dflash_core.data.plan import lay_out, plan
-from dflash_core.decoding.export import load_export, write_export
+from dflash_core.decoding.export import load_export
 from dflash_core.decoding.warm_start import check_start, start_weights
 from dflash_core.modeling.target import TapReplica, load_ends
 from dflash_core.records import StepMetrics, TrainResult
@@ -25,7 +25,7 @@ from dflash_core.training.checkpoint import latest, load_checkpoint
 from dflash_core.training.metrics import step_row
 from dflash_core.training.trainer import Trainer
 from tests.decoding.directories import LAYOUTS, copies, edit_config, edit_tensors
-from tests.fakes import VOCAB, make_config, make_drafter, make_shape
+from tests.fakes import VOCAB, make_config, make_shape
 
 MEASURED = ("loss_sum", "weight_sum", "correct", "counted", "accepted_sum", "gradient_norm")
 
@@ -173,11 +173,6 @@ def test_a_start_that_is_not_there_is_refused_before_anything_is_written(tmp_pat
 
 
 # ---- what fits ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def export(tmp_path: Path) -> Path:
-    return write_export(tmp_path / "export", make_drafter().state_dict(), make_shape(), target="some/target")
 
 
 @pytest.mark.parametrize(
