@@ -85,7 +85,7 @@ class TrainingConfig(Section):
     schedule: Literal["cosine", "wsd"] = Field("cosine", description="Of the learning rate; wsd: constant, then down to zero.")
     decay: Share = Field(0.2, description="Share of all steps that the rate of wsd falls, linearly, at the end.")
     optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: for matrices; vectors stay with AdamW, at the same rate."
+        "muon", description="muon: for matrices; vectors stay with AdamW, at the same rate. adamw: for all."
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="Decay of a running mean of the weights, such as 0.999, which is exported in place of the last ones."
