@@ -246,9 +246,10 @@ def _limits(config: Config, gang: Gang) -> Limits:
     return Limits(
         readers=config.pipeline.readers,
         ahead_bytes=config.pipeline.ahead_bytes,
-        checkpoint_every=config.training.checkpoint_every if gang.rank == 0 else sys.maxsize,
-        evaluate_every=every if every and gang.rank == 0 else sys.maxsize,
+        checkpoint_every=config.training.checkpoint_every,
+        evaluate_every=every or sys.maxsize,
         evaluate_s=config.during_training.limit_s if every else 0.0,
+        together=gang.size > 1,
         stop_deadline_s=config.pipeline.stop_deadline_s,
         stall_s=config.pipeline.stall_s,
         first_batch_s=config.pipeline.first_batch_s,

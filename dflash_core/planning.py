@@ -10,6 +10,7 @@ frozen head has no gradient of its weights, the drafter's `fc` none of its input
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflash_core.config import Config, TrainingConfig
@@ -147,15 +148,18 @@ def _evaluation_parts(config: Config, shape: DrafterShape, counted: Census, run:
     }
 
 
-def drafter_room(config: Config, shape: DrafterShape, counted: Census) -> Room:
-    """The drafter's device: states, the target's embedding and head, one micro-batch, and the hidden states under credit."""
+def drafter_room(config: Config, shape: DrafterShape, counted: Census, ranks: int) -> Room:
+    """The drafter's device: states, the target's embedding and head, one micro-batch, and the hidden states under credit.
+
+    Of the states, ranks have weights and gradients each and share out the rest, as whole tensors.
+    """
     size = 2 if config.training.autocast == "bfloat16" else 4
     block_tokens = config.training.anchors_per_batch * shape.block_size
     wide = SAVED_WIDTHS * shape.hidden_size + 3 * shape.intermediate_size + 4 * shape.num_heads * shape.head_dim
     ends = counted.embedding + (0 if counted.tied else counted.head)
     return Room(
         parts={
-            "states": (4 + saved_bytes(config.training)) * drafter_parameters(shape),
+            "states": (8 + (saved_bytes(config.training) - 4) / ranks) * drafter_parameters(shape),
             "embedding and head": 4 * ends,
             "activations": block_tokens * wide * shape.num_layers * size + LOGIT_COPIES * 2**28,
             "credits": config.pipeline.ahead_bytes,
@@ -215,13 +219,13 @@ def token_seconds(costs: Cost, device: Device) -> tuple[float, float]:
     return costs.target / (device.flops * device.target_mfu), costs.drafter / (device.flops * device.drafter_mfu)
 
 
-def topologies(costs: Cost, count: int, device: Device, *, target: Room, drafter: Room) -> list[Topology]:
-    """All ways to use `count` devices, the fastest first."""
+def topologies(costs: Cost, count: int, device: Device, *, target: Room, drafter: Callable[[int], Room]) -> list[Topology]:
+    """All ways to use `count` devices, the fastest first. `drafter(ranks)` is the room of one of so many drafters."""
     target_s, drafter_s = token_seconds(costs, device)
-    both = target.total + drafter.total <= device.memory
+    both = target.total + drafter(count).total <= device.memory
     found = [Topology(targets=count, drafters=count, shared=True, rate=count / (target_s + drafter_s), fits=both)]
-    apart = max(target.total, drafter.total) <= device.memory
     for targets in range(1, count):
+        apart = max(target.total, drafter(count - targets).total) <= device.memory
         rate = min(targets / target_s, (count - targets) / drafter_s)
         found.append(Topology(targets=targets, drafters=count - targets, shared=False, rate=rate, fits=apart))
     return sorted(found, key=lambda topology: -topology.rate)

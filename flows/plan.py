@@ -59,10 +59,11 @@ def plan(config: Config, *, devices: str | None, row_tokens: int | None, tokens:
     )
     say(f"FLOPs a data token: target {costs.target / 1e9:.1f} G, drafter {costs.drafter / 1e9:.1f} G, "
         f"ratio {costs.target / costs.drafter:.2f}")  # fmt: skip
-    target, drafter = planning.target_room(config, shape, counted), planning.drafter_room(config, shape, counted)
+    target = planning.target_room(config, shape, counted)
+    drafter = functools.partial(planning.drafter_room, config, shape, counted)
     for what, room in (
         ("target's device", target),
-        ("drafter's device", drafter),
+        ("drafter's device", drafter(config.pipeline.ranks)),
         ("disk", planning.disk_room(config, shape, tokens=epoch)),
     ):
         say(

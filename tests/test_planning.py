@@ -54,7 +54,7 @@ def test_sizes(config: Config, counted: Census) -> None:
     assert sum(counted.attends) == 16
     assert near(sum(counted.layers), 24.8e9)
     assert near(planning.drafter_parameters(SHAPE), 1.73e9)
-    assert near(planning.drafter_room(config, SHAPE, counted).parts["states"], 28 * GB)
+    assert near(planning.drafter_room(config, SHAPE, counted, 1).parts["states"], 28 * GB)
     assert near(planning.target_room(config, SHAPE, counted).parts["taps"] / 16_384, 51.2e3)
 
 
@@ -92,9 +92,10 @@ def test_what_the_optimizer_keeps_and_computes(config: Config, counted: Census) 
         return config.model_copy(update={"training": config.training.model_copy(update=training)})
 
     plain, muon, both = config, of(optimizer="muon"), of(optimizer="muon", ema=0.99, accumulate=4)
-    states = [planning.drafter_room(each, SHAPE, counted).parts["states"] for each in (plain, muon, both)]
     parameters = planning.drafter_parameters(SHAPE)
-    assert states == [16 * parameters, 12 * parameters, 16 * parameters]  # with the gradient
+    for ranks, wanted in ((1, [16, 12, 16]), (4, [10, 9, 10])):  # weights and gradients everywhere, the rest shared out
+        states = [planning.drafter_room(each, SHAPE, counted, ranks).parts["states"] for each in (plain, muon, both)]
+        assert states == [each * parameters for each in wanted]
     one = make_shape(
         num_layers=1, hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=2, target_layer_ids=(0,)
     )
@@ -133,7 +134,7 @@ def test_rates(config: Config, counted: Census, devices: str, anchors: int, want
     """Thousand real tokens a second; the last one named is the best split."""
     count, device = planning.parse_devices(devices)
     costs = planning.cost(config, SHAPE, counted, row_tokens=2000, anchors=anchors)
-    found = topologies(costs, count, device, target=ROOM, drafter=ROOM)
+    found = topologies(costs, count, device, target=ROOM, drafter=lambda ranks: ROOM)
     rates = {topology.name: topology.rate / 1000 for topology in found}
     for name, rate in wanted.items():
         assert near(rates[name], rate), (name, rates[name])
@@ -144,7 +145,7 @@ def test_rates(config: Config, counted: Census, devices: str, anchors: int, want
 
 def test_what_does_not_fit_is_said(config: Config, counted: Census) -> None:
     costs = planning.cost(config, SHAPE, counted, row_tokens=2000, anchors=512)
-    found = topologies(costs, 4, DEVICES["rtx-pro-6000"], target=Room(parts={"weights": 60 * GB}), drafter=ROOM)
+    found = topologies(costs, 4, DEVICES["rtx-pro-6000"], target=Room(parts={"weights": 60 * GB}), drafter=lambda ranks: ROOM)
     assert {topology.name: topology.fits for topology in found} == {"shared": False, "3+1": True, "2+2": True, "1+3": True}
     assert {topology.name: topology.even for topology in found} == {"shared": True, "3+1": True, "2+2": True, "1+3": False}
 
@@ -171,7 +172,7 @@ def simulated(tap_s: float, train_s: float, *, targets: int, window: int, items:
 def test_a_simulated_pipeline_reaches_the_predicted_rate(targets: int, ratio: float) -> None:
     costs = Cost(target=1.0, context=0.0, block=1 / ratio, block_tokens=1.0)
     device = planning.Device(name="", flops=1.0, memory=1.0, target_mfu=1.0, drafter_mfu=1.0)
-    found = topologies(costs, targets + 1, device, target=ROOM, drafter=ROOM)
+    found = topologies(costs, targets + 1, device, target=ROOM, drafter=lambda ranks: ROOM)
     predicted = next(topology.rate for topology in found if topology.targets == targets and topology.drafters == 1)
     tap_s, train_s = planning.token_seconds(costs, device)
     assert near(simulated(tap_s, train_s, targets=targets, window=targets + 2), predicted)

@@ -135,6 +135,6 @@ def load_checkpoint(path: Path) -> tuple[TrainState, dict[str, Any]]:
     return state, value
 
 
-def clone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def clone(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Private copies of tensors on their own device."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}

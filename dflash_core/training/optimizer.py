@@ -1,18 +1,19 @@
 """AdamW or Muon on fp32 masters, a learning rate that is a pure function of the step, and the mean of the weights.
 
-Nothing here keeps hidden state: moments are named like their parameters, so that checkpoints are plain tensors.
+Nothing here keeps hidden state: moments are named like their parameters, so that checkpoints are plain tensors. `parameters` are
+those that this rank updates, by name.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash_core.config import TrainingConfig
 from dflash_core.training.muon import Muon
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # AdamW's two, Muon's one
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 
 
 def learning_rate(step: int, *, total: int, training: TrainingConfig) -> float:
@@ -29,15 +30,22 @@ def learning_rate(step: int, *, total: int, training: TrainingConfig) -> float:
     return training.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def make_optimizers(module: nn.Module, training: TrainingConfig) -> tuple[torch.optim.Optimizer, ...]:
+def optimizer_of(parameter: Tensor, training: TrainingConfig) -> str:
+    """muon for a matrix where it is asked for, else adamw."""
+    return "muon" if training.optimizer == "muon" and parameter.dim() == 2 else "adamw"
+
+
+def make_optimizers(parameters: Mapping[str, Tensor], training: TrainingConfig) -> tuple[torch.optim.Optimizer, ...]:
     """AdamW over all parameters, in one kernel for all of them; or Muon for the matrices and AdamW for the rest."""
-    matrices: list[Tensor] = []
-    others: list[Tensor] = []
-    for parameter in module.parameters():
-        (matrices if training.optimizer == "muon" and parameter.dim() == 2 else others).append(parameter)
-    rate, decay = training.learning_rate, training.weight_decay
-    adam = torch.optim.AdamW(others, lr=rate, betas=training.betas, weight_decay=decay, fused=True)
-    return (adam, Muon(matrices, lr=rate, weight_decay=decay)) if matrices else (adam,)
+    kinds: dict[str, list[Tensor]] = {"adamw": [], "muon": []}
+    for parameter in parameters.values():
+        kinds[optimizer_of(parameter, training)].append(parameter)
+    rate, decay, found = training.learning_rate, training.weight_decay, list[torch.optim.Optimizer]()
+    if kinds["adamw"]:
+        found.append(torch.optim.AdamW(kinds["adamw"], lr=rate, betas=training.betas, weight_decay=decay, fused=True))
+    if kinds["muon"]:
+        found.append(Muon(kinds["muon"], lr=rate, weight_decay=decay))
+    return tuple(found)
 
 
 def update(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
@@ -54,36 +62,45 @@ class Average:
     The first steps weigh less, so that the mean does not remember the start: its decay is at most (1 + n) / (10 + n) at update n.
     """
 
-    def __init__(self, module: nn.Module, decay: float) -> None:
-        self._module, self._decay = module, decay
-        self.mean = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        self._parameters, self._decay = parameters, decay
+        self.mean = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     @torch.no_grad()
     def add(self, updates: int) -> None:
         """The weights after `updates` updates join the mean."""
         decay = min(self._decay, (1 + updates) / (10 + updates))
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self._parameters.items():
             self.mean[name].lerp_(parameter, 1 - decay)
 
 
-def read_moments(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """The optimizers' tensors as "<parameter>.exp_avg" and the like; empty before the first step."""
+def moment_names(name: str, parameter: Tensor, training: TrainingConfig) -> list[str]:
+    """The optimizer's tensors for a parameter, "<parameter>.exp_avg" and the like."""
+    return [f"{name}.{kind}" for kind in MOMENTS[optimizer_of(parameter, training)]]
+
+
+def read_moments(parameters: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The optimizers' tensors by `moment_names`; empty before the first step."""
     found: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in parameters.items():
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})
-            found |= {f"{name}.{kind}": state[kind] for kind in MOMENTS if kind in state}
+            found |= {f"{name}.{kind}": state[kind] for kinds in MOMENTS.values() for kind in kinds if kind in state}
     return found
 
 
 def write_moments(
-    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], moments: dict[str, Tensor], updates: int
+    parameters: Mapping[str, Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    moments: Mapping[str, Tensor],
+    updates: int,
 ) -> None:
-    """The reverse of `read_moments`; `updates` is the number of applied ones (for AdamW's bias correction)."""
+    """The reverse of `read_moments`, of which others' are left alone; `updates`: the applied ones (for AdamW's bias correction)."""
     for optimizer in optimizers:
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for name, parameter in module.named_parameters():
-            kept = {kind: moments[f"{name}.{kind}"] for kind in MOMENTS if f"{name}.{kind}" in moments}
+        for name, parameter in parameters.items():
+            kinds = [kind for each in MOMENTS.values() for kind in each]
+            kept = {kind: moments[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in moments}
             if parameter in own and kept:
                 kept = {kind: tensor.to(parameter.device, torch.float32).clone() for kind, tensor in kept.items()}
                 optimizer.state[parameter] = {"step": torch.tensor(float(updates), device=parameter.device), **kept}

@@ -148,12 +148,13 @@ async def _offer_state(run: Run, step: int, limiter: CapacityLimiter, save: Send
     """A snapshot for the stages where one is due and none is in work; what is evaluated is a checkpoint, or there is no best one."""
     outcome, every, last = run.outcome, run.limits.evaluate_every, run.work.trainer.done  # the last state is saved at the end
     saved = not last and (step % run.limits.checkpoint_every == 0 or step % every == 0)
-    evaluated = step % every == 0 and step not in run.work.evaluated
+    evaluated = step % every == 0 and run.work.evaluate is not None and step not in run.work.evaluated
+    together = run.limits.together and (saved or step % every == 0)
     if saved and not save.statistics().tasks_waiting_receive:
         outcome.saves_left_out, saved = outcome.saves_left_out + 1, False
     if evaluated and not (evaluate.statistics().tasks_waiting_receive and (saved or last)):
         outcome.evaluations_left_out, evaluated = outcome.evaluations_left_out + 1, False
-    if not (saved or evaluated):
+    if not (saved or evaluated or together):
         return
     start = time.perf_counter()
     state = await to_thread.run_sync(run.work.trainer.snapshot, limiter=limiter)
@@ -230,6 +231,7 @@ def _evaluate_within(run: Run, state: TrainState, limit: float) -> tuple[bool, f
     def wanted() -> bool:
         return not run.stop.is_set() and run.error is None and time.perf_counter() - start < limit
 
+    assert run.work.evaluate is not None, "nothing is sent to be evaluated without it"
     return run.work.evaluate(state, wanted), start, time.perf_counter()
 
 
@@ -237,10 +239,13 @@ async def final_save(run: Run) -> None:
     """The state at the end; after a stop request only if it fits what is left of the deadline."""
     run.outcome.saved = run.saved_step == run.work.trainer.step
     left = deadline_left(run)
-    if run.outcome.saved or run.outcome.save_s > left:
+    needless = run.outcome.saved or run.outcome.save_s > left
+    if needless and not run.limits.together:
         return
     limiter = CapacityLimiter(1)
-    with anyio.move_on_after(left):  # abandoned, the save leaves only a directory under its temporary name
-        state = await to_thread.run_sync(run.work.trainer.snapshot, limiter=limiter)
+    state = await to_thread.run_sync(run.work.trainer.snapshot, limiter=limiter)
+    if needless:
+        return
+    with anyio.move_on_after(deadline_left(run)):  # abandoned, the save leaves only a directory under its temporary name
         await _save(run, state, limiter)
         run.outcome.saved = True

@@ -18,70 +18,28 @@ from dflash_core.config import Config
 from dflash_core.modeling.anchors import draw_blocks
 from dflash_core.modeling.blocks import at_labels, block_states
 from dflash_core.modeling.drafter import Drafter
-from dflash_core.modeling.loss import LossSums, block_loss, slots_that_fit
+from dflash_core.modeling.loss import block_loss, slots_that_fit
 from dflash_core.modeling.target import TargetEnds
-from dflash_core.records import AnchoredBlocks, Batch, StepMetrics, TappedBatch, TrainState
+from dflash_core.records import Batch, StepMetrics, TappedBatch, TrainState
 from dflash_core.sizes import loss_gamma
 from dflash_core.training.checkpoint import clone
 from dflash_core.training.gang import Gang
 from dflash_core.training.halves import give_memory_back, name_memory_error, out_of_memory, tapped_halves
-from dflash_core.training.optimizer import Average, learning_rate, make_optimizers, read_moments, update, write_moments
+from dflash_core.training.optimizer import (
+    Average,
+    learning_rate,
+    make_optimizers,
+    moment_names,
+    read_moments,
+    update,
+    write_moments,
+)
+from dflash_core.training.window import BAD_LOSS, BAD_STATES, IDLE, NO_ANCHOR, Window
 
 LOG = logging.getLogger(__name__)
 MIN_JUDGED = 20  # micro-batches, and steps, before the share of skipped ones can fail the run
 IN_A_ROW = 3  # bad micro-batches or bad steps that fail it
 QUALITY_RATE = 0.02
-IDLE = "no rows"  # a rank's share where the plan ends within a step
-NO_ANCHOR = "no anchor"  # the only other reason to skip that is no fault: the next process will skip it too
-BAD_STATES, BAD_LOSS = "target produced non-finite hidden states", "loss is not finite"
-REASONS, PLACES = (IDLE, NO_ANCHOR, BAD_STATES, BAD_LOSS), ("target", "drafter")
-
-
-class Window:
-    """Sums over the micro-batches of the open optimizer step."""
-
-    def __init__(self, block_size: int) -> None:
-        self.micro_batches = self.rows = self.tokens = self.computed_tokens = self.blocks = self.accepted_sum = 0
-        self.loss_sum = self.weight_sum = 0.0
-        self.correct = torch.zeros(block_size, dtype=torch.long)
-        self.counted = torch.zeros(block_size, dtype=torch.long)
-        self.skipped: Counter[str] = Counter()
-        self.splits: Counter[str] = Counter()
-
-    def add(self, tapped: TappedBatch, blocks: AnchoredBlocks, sums: LossSums) -> None:
-        """One trained micro-batch."""
-        self.rows += tapped.batch.lengths.numel()
-        self.tokens += int(tapped.batch.lengths.sum())
-        self.computed_tokens += tapped.batch.input_ids.numel()
-        self.blocks += int(blocks.block_valid.sum())
-        self.loss_sum += float(sums.loss_sum.detach())
-        self.weight_sum += float(sums.weight_sum)
-        self.correct += sums.correct.cpu()
-        self.counted += sums.counted.cpu()
-        self.accepted_sum += int(sums.accepted_sum)
-
-    def over_all(self, gang: Gang) -> bool:
-        """Replaces the sums of this rank by those of all; whether any rank was asked to stop."""
-        if gang.size == 1:
-            return False
-        names = ("micro_batches", "rows", "tokens", "computed_tokens", "blocks", "accepted_sum", "loss_sum", "weight_sum")
-        groups = (
-            [getattr(self, name) for name in names],
-            self.correct.tolist(),
-            self.counted.tolist(),
-            [self.skipped[reason] for reason in REASONS],
-            [self.splits[place] for place in PLACES],
-            [gang.asked()],
-        )
-        flat = torch.tensor([value for group in groups for value in group], dtype=torch.float64)
-        gang.add(flat)
-        numbers, correct, counted, skipped, splits, asked = flat.split([len(group) for group in groups])
-        for name, value in zip(names, numbers.tolist(), strict=True):
-            setattr(self, name, value if name in ("loss_sum", "weight_sum") else round(value))
-        self.correct, self.counted = correct.long(), counted.long()
-        self.skipped = +Counter(dict(zip(REASONS, map(int, skipped.tolist()), strict=True)))
-        self.splits = +Counter(dict(zip(PLACES, map(int, splits.tolist()), strict=True)))
-        return bool(asked.item())
 
 
 class Trainer:
@@ -104,11 +62,14 @@ class Trainer:
         self.quality = 0.0  # simulated acceptance length, averaged over about 1 / QUALITY_RATE steps
         self._ends, self._config = ends, config
         self._gamma = loss_gamma(config)
-        self._optimizers = make_optimizers(self.drafter, config.training)
+        self._parameters = dict(self.drafter.named_parameters())
+        self._owners = self._gang.owners(self._parameters)
+        self._own = {name: value for name, value in self._parameters.items() if self._owners[name] == self._gang.rank}
+        self._optimizers = make_optimizers(self._own, config.training)
         if config.training.compile:
             for layer in self.drafter.layers:
                 layer.compile(dynamic=True)
-        self._average = Average(self.drafter, config.training.ema) if config.training.ema else None
+        self._average = Average(self._own, config.training.ema) if config.training.ema else None
         self._window = Window(drafter.shape.block_size)
         self._since: float | None = None  # when the step in work began; start-up is reported apart
         self._epoch = 0
@@ -272,6 +233,8 @@ class Trainer:
             self.updates += 1
             if self._average:
                 self._average.add(self.updates)
+            for name, parameter in self._parameters.items():
+                self._gang.spread(parameter.data, self._owners[name])
         if window.weight_sum > 0:  # a window of skipped micro-batches is no judgement of the gradient
             self._judge(applied, norm)
         self.drafter.zero_grad(set_to_none=True)
@@ -327,13 +290,16 @@ class Trainer:
             )
 
     def snapshot(self) -> TrainState:
-        """Private copies of everything that the next step would change."""
+        """Private copies of everything that the next step would change. All ranks take one together; rank 0 gets the tensors."""
+        owned = {name: (value, self._owners[name]) for name, value in self._parameters.items()}
+        moments = {kind: place for name, place in owned.items() for kind in moment_names(name, place[0], self._config.training)}
+        gather = self._gang.collect
         return TrainState(
             step=self.step,
             position=self.position,
-            weights=clone(dict(self.drafter.named_parameters())),
-            moments=clone(read_moments(self.drafter, self._optimizers)),
-            average=clone(self._average.mean) if self._average else None,
+            weights=clone(self._parameters) if self._gang.rank == 0 else {},
+            moments=gather(read_moments(self._own, self._optimizers), moments) if self.updates else {},
+            average=gather(self._average.mean, owned) if self._average else None,
             counters={**self.counters, "updates": self.updates, "quality": self.quality},
         )
 
@@ -343,8 +309,8 @@ class Trainer:
         counters: dict[str, Any] = dict(state.counters)
         self.updates, self.quality = counters.pop("updates"), counters.pop("quality", 0.0)
         self.counters = Counter(counters)
-        write_moments(self.drafter, self._optimizers, state.moments, self.updates)
+        write_moments(self._own, self._optimizers, state.moments, self.updates)
         if self._average:
             assert state.average is not None, "training.ema is part of the config that the checkpoint depends on"
-            self._average.mean = {name: tensor.to(self.device) for name, tensor in clone(state.average).items()}
+            self._average.mean = {name: state.average[name].to(self.device, copy=True) for name in self._own}
         self.step, self.position = state.step, state.position

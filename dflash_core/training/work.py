@@ -60,8 +60,8 @@ class Work:
     trainer: Trainer
     log: Callable[[StepMetrics], None]
     save: Callable[[TrainState], None]
-    evaluate: Callable[[TrainState, Callable[[], bool]], bool] = lambda state, wanted: False
-    """Measures a snapshot in the thread of the full replica; False where it was given up because `wanted()` said no."""
+    evaluate: Callable[[TrainState, Callable[[], bool]], bool] | None = None
+    """Measures a snapshot in the thread of the full replica; False where it was given up because `wanted()` said no. None: not here."""
     evaluated: Container[int] = ()  # steps that an earlier process has measured
     late: Callable[[], TrainState] | None = None  # reads the snapshot whose evaluation an earlier process did not end
 
@@ -79,6 +79,7 @@ class Limits:
     rebuilds: int
     evaluate_every: int = sys.maxsize  # optimizer steps; each of them is a checkpoint, too
     evaluate_s: float = 0.0  # an evaluation that takes longer is given up; the watchdog waits so much longer
+    together: bool = False  # snapshots are taken by several ranks together, so by each one whenever they are due
 
 
 @dataclass

@@ -209,8 +209,7 @@ def planned_rates(*, micro_batch: int = 16_384, scale: float = 1 / 12) -> None:
     for anchors, drafter_flops in ((128, 16.2e9), (256, 31.5e9)):
         costs = Cost(target=48.4e9, context=0.0, block=drafter_flops, block_tokens=1.0)
         target_s, drafter_s = (scale * micro_batch * seconds for seconds in token_seconds(costs, device))
-        nothing = Room(parts={})
-        plans = topologies(costs, 4, device, target=nothing, drafter=nothing)
+        plans = topologies(costs, 4, device, target=Room(parts={}), drafter=lambda ranks: Room(parts={}))
         predicted = next(topology.rate for topology in plans if topology.name == "3+1")
         times = {"read": 0.001, "tap": target_s, "train": drafter_s, "metrics": 0.001}
         walls = [queued(Naps(0.0, trial, times), targets=3, window=5)[0] for trial in range(3)]

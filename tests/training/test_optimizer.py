@@ -48,19 +48,20 @@ def test_beyond_the_last_step_the_rate_is_zero() -> None:
 def test_moments_are_named_like_their_parameters_and_go_back(kind: str) -> None:
     training = TrainingConfig(learning_rate=0.1, betas=(0.5, 0.75), optimizer=kind)
     module = nn.Linear(3, 2)
-    optimizers = make_optimizers(module, training)
-    assert read_moments(module, optimizers) == {}
+    parameters = dict(module.named_parameters())
+    optimizers = make_optimizers(parameters, training)
+    assert read_moments(parameters, optimizers) == {}
     module.weight.grad, module.bias.grad = torch.full((2, 3), 2.0), torch.full((2,), -1.0)
     update(optimizers, 0.1)
-    moments = {name: value.clone() for name, value in read_moments(module, optimizers).items()}
+    moments = {name: value.clone() for name, value in read_moments(parameters, optimizers).items()}
     of_weight = {"adamw": {"weight.exp_avg": 1.0, "weight.exp_avg_sq": 1.0}, "muon": {"weight.momentum_buffer": 0.1}}
     assert {name: float(value.flatten()[0]) for name, value in moments.items()} == pytest.approx(
         of_weight[kind] | {"bias.exp_avg": -0.5, "bias.exp_avg_sq": 0.25}
     )
     other = nn.Linear(3, 2)
     other.load_state_dict(module.state_dict())
-    again = make_optimizers(other, training)
-    write_moments(other, again, moments, updates=1)
+    again = make_optimizers(dict(other.named_parameters()), training)
+    write_moments(dict(other.named_parameters()), again, moments, updates=1)
     for linear, both in ((module, optimizers), (other, again)):
         linear.weight.grad, linear.bias.grad = torch.arange(6.0).view(2, 3), torch.full((2,), math.pi)
         update(both, 0.2)
@@ -72,7 +73,7 @@ def test_the_mean_of_the_weights_by_hand() -> None:
     module = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         module.weight.fill_(0.0)
-        average = Average(module, 0.5)
+        average = Average(dict(module.named_parameters()), 0.5)
         for updates, value in enumerate((11.0, 12.0), 1):
             module.weight.fill_(value)
             average.add(updates)

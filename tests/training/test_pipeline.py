@@ -58,6 +58,7 @@ class FakeTrainer:
         self.numbers: list[int] = []
         self.times: list[float] = []
         self.threads: set[int] = set()
+        self.snapshots: list[int] = []  # their steps
         self.step, self.position, self.open = 0, first, 0
 
     @property
@@ -82,6 +83,7 @@ class FakeTrainer:
         return step_metrics(self.step, self.position)
 
     def snapshot(self) -> TrainState:
+        self.snapshots.append(self.step)
         return TrainState(step=self.step, position=self.position, weights={}, moments={})
 
 

@@ -93,6 +93,28 @@ def test_what_cannot_be_saved_is_not_measured_either_but_the_last_is() -> None:
     assert outcome.evaluations_left_out > 0
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_ranks_take_every_snapshot_that_is_due_whatever_becomes_of_it(saves: bool) -> None:
+    """Or the others, whose saves are as slow as theirs, would wait for them for ever."""
+    seconds = 0.12 if saves else 0.0  # rank 0 leaves saves out, others have nothing to save and nothing to evaluate
+    evaluation, trainer = FakeEvaluation(0.12), FakeTrainer(steps=20, seconds=0.01)
+    work = {"evaluate": evaluation} if saves else {}
+    bench = Bench(planned(None), trainer, save=lambda state: time.sleep(seconds), **work)
+    outcome = bench.run(replace(EVERY_5, checkpoint_every=2, together=True))
+    assert trainer.snapshots == [2, 4, 5, 6, 8, 10, 12, 14, 15, 16, 18, 20, 20]  # the last is evaluated, and saved
+    assert (outcome.saves_left_out > 0) is saves
+    assert outcome.evaluations_given_up == 0
+
+
+def test_a_rank_takes_the_last_snapshot_although_its_save_would_be_too_slow() -> None:
+    trainer = FakeTrainer(seconds=0.005)
+    bench = Bench(planned(None), trainer, save=lambda state: time.sleep(0.4))
+    limits = replace(LIMITS, checkpoint_every=5, stop_deadline_s=0.3, together=True)
+    outcome = bench.run(limits, stop_after=0.6, within=5.0)
+    assert (outcome.stopped, outcome.saved) == (True, False)
+    assert trainer.snapshots[-1] == trainer.step
+
+
 def test_other_replicas_feed_the_trainer_meanwhile() -> None:
     """No micro-batch waits at the door of the lent replica while another one works."""
     evaluation, trainer = FakeEvaluation(1.0), FakeTrainer(steps=60, seconds=0.01)
