@@ -34,6 +34,7 @@ from dflash_core.data.reader import TokenDataset
 from dflash_core.decoding.export import WEIGHTS, write_export
 from dflash_core.decoding.speculators import write_speculators
 from dflash_core.decoding.warm_start import check_start, start_weights
+from dflash_core.devices import all_devices, devices_of_rank, parts
 from dflash_core.files import write_json
 from dflash_core.measurement import evaluate as evaluate
 from dflash_core.measurement import judge as judge
@@ -47,7 +48,7 @@ from dflash_core.modeling.target import TapReplica, check_padding, choose_attent
 from dflash_core.planning import cost
 from dflash_core.records import Batch, DrafterShape, PlannedBatch, StepMetrics, TappedBatch, TargetFacts, TrainResult, TrainState
 from dflash_core.rundir import RunDirectory, config_fingerprint
-from dflash_core.sizes import batch_bytes, devices_of_rank, needs_teacher, resolve, total_steps
+from dflash_core.sizes import batch_bytes, needs_teacher, resolve, total_steps
 from dflash_core.training.checkpoint import clean, environment, latest, load_checkpoint, prune, save_checkpoint
 from dflash_core.training.gang import Gang
 from dflash_core.training.metrics import MetricsFile
@@ -69,7 +70,11 @@ def check(config: Config) -> tuple[TargetFacts, DrafterShape]:
     read_prompt_sets(config.evaluation)
     for rank in range(config.pipeline.ranks):
         pipeline = devices_of_rank(config.pipeline, rank)
-        for device in (*pipeline.targets, pipeline.drafter):
+        if len(parts(pipeline.drafter)) > 1:
+            raise ValueError(
+                f"pipeline.drafter {pipeline.drafter!r}: a drafter is on one device; targets may be spread over several"
+            )
+        for device in all_devices(pipeline):
             check_device(device)
             choose_attention(config.target.attention, device)
     check_backend(config.training.attention, config.pipeline.drafter)
@@ -141,7 +146,7 @@ async def _train_on(
     check_padding(targets.replicas[0], config.training, max_length=config.data.max_length, vocab_size=shape.vocab_size)
     watch = Watch(config, run, shape, facts, full=lambda: targets.replicas[FULL]) if watched else None
     lap("model")
-    cuda = any(device.startswith("cuda") for device in config.pipeline.targets)
+    cuda = any(device.startswith("cuda") for device in all_devices(config.pipeline))
     pool = BufferPool(tokens=config.training.tokens_per_batch, pinned=cuda)
 
     observation, outcome = observe(STAGES, total_steps=steps, **_flops(config, shape, lengths)), Outcome()
@@ -276,7 +281,7 @@ def _flops(config: Config, shape: DrafterShape, lengths: np.ndarray) -> dict[str
         return {}
     mean = float(lengths.mean()) if len(lengths) else 1.0
     costs = cost(config, shape, read_census(config.target.path), row_tokens=mean, anchors=config.training.anchors_per_row)
-    devices = len({*config.pipeline.targets, config.pipeline.drafter})
+    devices = len(all_devices(config.pipeline))
     return {
         "peak_flops": devices * config.pipeline.peak_tflops * 1e12,
         "step_flops": partial(costs.of_step, block_size=shape.block_size),

@@ -136,7 +136,11 @@ class TrainingConfig(Section):
 class PipelineConfig(Section):
     """Who works where, and how far ahead."""
 
-    targets: tuple[str, ...] = Field(("cpu",), min_length=1, description="One device a target replica.")
+    targets: tuple[str, ...] = Field(
+        ("cpu",),
+        min_length=1,
+        description="A device for each target replica, cpu or cuda:0; cuda:0+cuda:1 spreads its layers over both.",
+    )
     drafter: str = Field("cpu", description="Device of the drafter.")
     ranks: Count = Field(
         1,

@@ -128,7 +128,7 @@ async def measure_export(
             shards=opening.shard_places(config, run),
             target=config.target.path,
             attention=config.target.attention,
-            device=config.pipeline.drafter,
+            device=config.pipeline.drafter if "+" not in config.pipeline.targets[0] else config.pipeline.targets[0],
             evaluation=config.evaluation,
             date=preparation.frozen_date(config, run),
             thinking=config.data.thinking,

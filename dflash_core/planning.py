@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflash_core.config import Config, TrainingConfig
+from dflash_core.devices import parts
 from dflash_core.modeling.census import Census
 from dflash_core.modeling.drafter import tensor_shapes
 from dflash_core.records import DrafterShape, StepMetrics
@@ -123,13 +124,17 @@ class Room:
 
 
 def target_room(config: Config, shape: DrafterShape, counted: Census) -> Room:
-    """A device with one replica: no layer after the last tap, no head; where training is evaluated, all of it (the first replica)."""
+    """A device with one replica: no layer after the last tap, no head; where training is evaluated, all of it (the first replica).
+
+    Of a target over several devices, the mean of them.
+    """
     run = len(counted.layers) if needs_teacher(config.training) else max(shape.target_layer_ids) + 1
     size, tokens = DTYPE_BYTES[config.target.dtype], config.training.tokens_per_batch
     tapped = batch_bytes(shape, tokens, config.target.dtype, teacher=needs_teacher(config.training))
     widest = (4 * shape.hidden_size + 3 * shape.intermediate_size) * tokens * size
-    parts = {"weights": (counted.embedding + sum(counted.layers[:run])) * size, "activations": widest, "taps": tapped}
-    return Room(parts={**parts, **_evaluation_parts(config, shape, counted, run)})
+    weights = (counted.embedding + sum(counted.layers[:run])) * size / min(len(parts(name)) for name in config.pipeline.targets)
+    rooms = {"weights": weights, "activations": widest, "taps": tapped}
+    return Room(parts={**rooms, **_evaluation_parts(config, shape, counted, run)})
 
 
 def _evaluation_parts(config: Config, shape: DrafterShape, counted: Census, run: int) -> dict[str, float]:

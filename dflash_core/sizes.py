@@ -6,7 +6,7 @@ Config  +  TargetFacts (the target's own config)  --resolve--> DrafterShape     
 import itertools
 import math
 
-from dflash_core.config import Config, DrafterConfig, PipelineConfig, TrainingConfig
+from dflash_core.config import Config, DrafterConfig, TrainingConfig
 from dflash_core.records import DrafterShape, TargetFacts
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -135,17 +135,6 @@ def check_ahead_bytes(config: Config, shape: DrafterShape) -> None:
             f"pipeline.ahead_bytes {config.pipeline.ahead_bytes} is below {needed}: {len(config.pipeline.targets)} replicas "
             f"+ 2 micro-batches of {largest} bytes; raise it or lower training.tokens_per_batch"
         )
-
-
-def devices_of_rank(pipeline: PipelineConfig, rank: int) -> PipelineConfig:
-    """The same with this rank's devices: rank 0 has those that are written, each further one as many CUDA devices later."""
-    cuda = {device for device in (*pipeline.targets, pipeline.drafter) if device.startswith("cuda")}
-
-    def later(device: str) -> str:
-        kind, _, number = device.partition(":")
-        return f"cuda:{int(number or 0) + rank * len(cuda)}" if kind == "cuda" and rank else device
-
-    return pipeline.model_copy(update={"targets": tuple(map(later, pipeline.targets)), "drafter": later(pipeline.drafter)})
 
 
 def loss_gamma(config: Config) -> float:

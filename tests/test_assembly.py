@@ -33,6 +33,8 @@ from tests.fakes import IM_END, make_config, save_target
         ({"drafter": {"mask_token_id": IM_END}}, r"mask_token_id 2 is the target's eos token"),
         ({"drafter": {"mask_token_id": 0}}, r"mask_token_id 0 is the target's pad token"),
         ({"pipeline": {"targets": ["cpux"]}}, r"device 'cpux' is not known; write cpu or cuda:0"),
+        ({"pipeline": {"targets": ["cpu+cpux"]}}, r"device 'cpux' is not known; write cpu or cuda:0"),
+        ({"pipeline": {"drafter": "cpu+cpu"}}, r"pipeline\.drafter 'cpu\+cpu': a drafter is on one device"),
         ({"pipeline": {"drafter": "cpu:1"}}, r"device 'cpu:1' is not known"),
         ({"pipeline": {"targets": ["cpu", "cuda:99"]}}, r"device 'cuda:99': this machine has \d+ CUDA devices"),
         ({"pipeline": {"ahead_bytes": 1000}}, r"ahead_bytes 1000 is below 589824"),
@@ -98,7 +100,7 @@ def test_all_variants_of_a_drafter_for_a_gemma_are_trained_exported_and_decoded(
         tmp_path,
         target,
         drafter={**drafter, "sample_from_anchor": True},
-        training={"loss": {"ce": 0.5, "tv": 0.5}, "loss_weights": "dpace", "epochs": 3},
+        training={"loss": {"ce": 0.5, "tv": 0.5}, "loss_weights": "dpace", "epochs": 3, "learning_rate": 5e-3},
         pipeline={"ahead_bytes": 2**25},
     )
     facts, shape = assembly.check(config)

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("dflash_core", "flows")
 EDGE_LIBRARIES = {"prefect", "mlflow", "pydantic_settings"}
 
-BASE = {"config", "data_config", "errors", "files", "records", "sizes"}
+BASE = {"config", "data_config", "devices", "errors", "files", "records", "sizes"}
 ROOMS = BASE | {"data", "modeling"}
 PIPELINE = {
     f"dflash_core.training.{name}" for name in ("pipeline", "stages", "endings", "work", "gate", "lane", "replicas", "halves")
@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "data_config": set(),
     "config": {"data_config", "records"},
     "sizes": {"config", "data_config", "records"},
+    "devices": {"config", "data_config"},
     "files": set(),
     "errors": set(),
     "rundir": BASE,

@@ -85,5 +85,5 @@ class DecodingTarget:
     def select(self, rows: Sequence[int]) -> None:
         """Only these requests go on."""
         chosen = torch.tensor(rows)
-        self._cache.batch_select_indices(chosen.to(self.device))
+        self._cache.batch_select_indices(chosen)  # on the CPU, from where any layer's device takes it
         self._valid, self._lengths = self._valid[chosen], self._lengths[chosen]

@@ -34,6 +34,7 @@ from dflash_core.decoding.ngram import NgramDraft
 from dflash_core.decoding.replay import replay, replay_drafter, simulate
 from dflash_core.decoding.sampling import Sampling, place_numbers
 from dflash_core.decoding.speculate import decode
+from dflash_core.devices import home
 from dflash_core.modeling.drafter import Drafter
 from dflash_core.modeling.target import TargetEnds, load_model, read_facts
 from dflash_core.records import Generation, Measured, Measurements
@@ -50,7 +51,7 @@ class EvaluationJob:
     shards: ShardPlaces  # training rows, for the n-gram reference
     target: str
     attention: str
-    device: str
+    device: str  # of the target, perhaps several; the drafter is on the first
     evaluation: EvaluationConfig
     date: str | None = None  # what the chat template prints, as in the training rows
     thinking: bool | None = None  # the chat template's enable_thinking
@@ -74,8 +75,8 @@ class _Drafting:
     """An exported drafter, and the target with its taps."""
 
     def __init__(self, export: str, model: Any, ends: TargetEnds, job: EvaluationJob) -> None:
-        self.drafter: Drafter = load_export(Path(export), dtype=getattr(torch, job.evaluation.dtype), device=job.device)
-        self.target = DecodingTarget(model, self.drafter.shape.target_layer_ids, device=job.device)
+        self.drafter: Drafter = load_export(Path(export), dtype=getattr(torch, job.evaluation.dtype), device=home(job.device))
+        self.target = DecodingTarget(model, self.drafter.shape.target_layer_ids, device=home(job.device))
         self.cache = DraftCache(self.drafter, ends, block_size=job.evaluation.block_size)
 
 
@@ -184,7 +185,7 @@ class _Asked:
 
 def measure(job: EvaluationJob) -> Measurements:
     """Decodes the job's prompts, a batch at a time. Raises ValueError where not one of them fits the target's positions."""
-    if job.device == "cpu":
+    if home(job.device) == "cpu":
         torch.set_num_threads(1)
     bench, evaluation = _Bench(job), job.evaluation
     results: list[Measured] = []

@@ -16,6 +16,7 @@ from dflash_core.config import Config
 from dflash_core.data.chat import Chat, Unprovable, open_chat, served_ids
 from dflash_core.data.tokenization import load_tokenizer
 from dflash_core.decoding.turns import Answer, Request, Unanswered
+from dflash_core.devices import home
 from dflash_core.modeling.target import load_model, read_facts
 
 
@@ -38,14 +39,14 @@ class LocalTarget:
 
     def __init__(self, config: Config) -> None:
         self._settings = config.regeneration
-        self._device = config.pipeline.targets[0]
+        self._device = home(config.pipeline.targets[0])
         self._date = config.data.date
         self._chats: dict[bool | None, Chat] = {}  # by enable_thinking
         self._tokenizer = load_tokenizer(config.target.path)
         facts = read_facts(config.target.path)
         self._stop_ids, self._positions = facts.eos_ids, facts.max_positions
         self._model = load_model(
-            config.target.path, dtype=config.target.dtype, device=self._device, attention=config.target.attention
+            config.target.path, dtype=config.target.dtype, device=config.pipeline.targets[0], attention=config.target.attention
         )
 
     def answers(self, requests: Sequence[Request], stopped: Callable[[], bool]) -> list[Answer | Unanswered]:

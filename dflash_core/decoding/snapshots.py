@@ -70,7 +70,7 @@ class SnapshotBench:
         """Raises ValueError for a target that cannot be decoded here, in batches of evaluation.batch_size, or for evaluation.block_size."""
         try:
             with replica.whole() as (model, taps):
-                target = DecodingTarget(model, self._shape.target_layer_ids, device=replica.device, taps=taps)
+                target = DecodingTarget(model, self._shape.target_layer_ids, device=replica.home, taps=taps)
                 target.start(min(self._config.evaluation.batch_size, len(self._prompts)))
                 DraftCache(self._empty(), TargetEnds(model), block_size=self._block_size)
         except ValueError as error:
@@ -85,15 +85,15 @@ class SnapshotBench:
         """What the snapshot's drafter accepts; None where `wanted()` said no before the end. Leaves the replica as it was."""
         start = time.perf_counter()
         try:
-            with _on(replica.device), torch.no_grad():
+            with _on(replica.home), torch.no_grad():
                 drafter = self._empty()
                 drafter.load_state_dict(
                     state.drafter, strict=True, assign=True
                 )  # in float32 on the same device, not copied again
-                drafter = drafter.to(replica.device, getattr(torch, replica.dtype)).eval()
+                drafter = drafter.to(replica.home, getattr(torch, replica.dtype)).eval()
                 with replica.whole() as (model, taps):
                     ends = TargetEnds(model)
-                    target = DecodingTarget(model, self._shape.target_layer_ids, device=replica.device, taps=taps)
+                    target = DecodingTarget(model, self._shape.target_layer_ids, device=replica.home, taps=taps)
                     texts = self._decode(target, drafter, ends, wanted)
                 rows = self._rows or [
                     ([*ids, *text.tokens], [0] * len(ids) + [1] * len(text.tokens))
@@ -150,7 +150,7 @@ class SnapshotBench:
             )
             if not bool(blocks.block_valid.any()):
                 continue
-            blocks = blocks.to(replica.device)
+            blocks = blocks.to(replica.home)
             hidden = replica.tap(batch).target_hidden
             context = drafter.context(torch.zeros_like(hidden) if self._zero else hidden)
             states = block_states(drafter, ends.embed, context, blocks, backend="dense")

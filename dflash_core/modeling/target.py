@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from dflash_core.config import TrainingConfig
+from dflash_core.devices import home, parts
 from dflash_core.modeling.rope import drafter_rope
+from dflash_core.modeling.spread import spread
 from dflash_core.records import Batch, PlannedBatch, TappedBatch, TargetFacts
 
 PADDING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # relative; other shapes round otherwise, layer after layer
@@ -96,14 +98,16 @@ def choose_attention(wanted: str, device: str) -> str:
 
 
 def load_model(path: str, *, dtype: str, device: str, attention: str) -> Any:
-    """The whole causal LM in eval mode, frozen."""
+    """The whole causal LM in eval mode, frozen; `device` may join several, as cuda:0+cuda:1."""
     from transformers import AutoModelForCausalLM
 
     chosen: str | None = choose_attention(attention, device)
     if attention == "auto" and chosen == "sdpa":
         chosen = None  # transformers' own choice is the same, but for a target without SDPA, which computes eagerly
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=chosen)
-    return model.to(device).eval().requires_grad_(False)
+    places = parts(device)
+    model = model.to(device) if len(places) == 1 else spread(model, decoder_of(model), places)
+    return model.eval().requires_grad_(False)
 
 
 def decoder_of(model: Any) -> Any:
@@ -118,6 +122,7 @@ class Taps:
     """Forward hooks that keep the outputs of some decoder layers for the last forward pass."""
 
     def __init__(self, decoder: Any, layer_ids: Sequence[int]) -> None:
+        self._decoder = decoder
         self._seen: dict[int, Tensor] = {}
         self._ids = tuple(layer_ids)
         for i in self._ids:
@@ -130,14 +135,15 @@ class Taps:
         return hook
 
     def take(self) -> Tensor:
-        """Tapped states side by side [B, T, K*H], forgotten here."""
-        states = torch.cat([self._seen.pop(i) for i in self._ids], dim=-1)
-        return states
+        """Tapped states side by side [B, T, K*H] on the embedding's device, forgotten here."""
+        home = self._decoder.get_input_embeddings().weight.device
+        return torch.cat([self._seen.pop(i).to(home, non_blocking=True) for i in self._ids], dim=-1)
 
 
 class TapReplica:
-    """One target replica on one device: no head, no layer after the last tap, but in a full one.
+    """One target replica, on one device or spread over several: no head, no layer after the last tap, but in a full one.
 
+    `home`: where batches go, and where their states come from.
     `packed`: a batch is read as one row of documents without padding, each seeing itself only.
     `teacher`: all layers stay, and the state after the final norm, from which the head makes the target's distribution, is kept.
     `full`: head and later layers stay in memory for `whole`; tapping does not run them.
@@ -155,7 +161,7 @@ class TapReplica:
         teacher: bool = False,
         full: bool = False,
     ) -> None:
-        self.path, self.dtype, self.device, self.packed, self._teacher = path, dtype, device, packed, teacher
+        self.path, self.dtype, self.home, self.packed, self._teacher = path, dtype, home(device), packed, teacher
         model = load_model(path, dtype=dtype, device=device, attention=attention)
         decoder = decoder_of(model)
         self._whole = (model, decoder.layers) if full else None
@@ -177,12 +183,12 @@ class TapReplica:
 
     def tap(self, batch: Batch) -> TappedBatch:
         """Hidden states of a right-padded batch. No mask: a causal model's real positions do not see the padding."""
-        if self.device == "cpu":
+        if self.home == "cpu":
             torch.set_num_threads(1)
         with torch.no_grad():
-            ids = batch.input_ids.to(self.device).long()
+            ids = batch.input_ids.to(self.home).long()
             if self.packed:
-                return TappedBatch(batch=batch, **self._tap_packed(ids, batch.lengths.to(self.device).long()))
+                return TappedBatch(batch=batch, **self._tap_packed(ids, batch.lengths.to(self.home).long()))
             return TappedBatch(batch=batch, **self._read(ids))
 
     def _read(self, ids: Tensor, positions: Tensor | None = None) -> dict[str, Any]:

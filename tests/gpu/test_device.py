@@ -38,12 +38,18 @@ def losses(run: RunDirectory) -> list[float]:
 
 
 def test_a_shared_device_trains_what_the_cpu_trains(tmp_path: Path, target_dir: Path) -> None:
-    found = {}
-    for device in ("cpu", "cuda:0"):
-        pipeline: dict[str, Any] = {"targets": [device], "drafter": device}
-        config = make_config(tmp_path, target_dir, name=device.replace(":", ""), pipeline=pipeline, training={"epochs": 3})
-        found[device] = losses(train(config)[1])
-    assert found["cuda:0"] == pytest.approx(found["cpu"], rel=1e-3)
+    found = []
+    for name, (target, drafter) in {
+        "cpu": ("cpu", "cpu"),
+        "shared": ("cuda:0", "cuda:0"),
+        "spread": ("cuda:0+cpu", "cuda:0"),  # the target's layers on both
+        "spread-back": ("cpu+cuda:0", "cuda:0"),
+    }.items():
+        pipeline: dict[str, Any] = {"targets": [target], "drafter": drafter}
+        config = make_config(tmp_path, target_dir, name=name, pipeline=pipeline, training={"epochs": 3})
+        found.append(losses(train(config)[1]))
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-3)
 
 
 @pytest.mark.parametrize(

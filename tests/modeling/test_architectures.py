@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 
-from dflash_core.modeling.target import TapReplica, decoder_of, load_ends, padding_error, read_facts
+from dflash_core.modeling.target import TapReplica, decoder_of, load_ends, load_model, padding_error, read_facts
 from dflash_core.records import Batch, PlannedBatch
+from tests.modeling.test_spread import crossing
 
 SIZES = {
     "vocab_size": 64,
@@ -95,6 +96,12 @@ def test_every_layer_of_the_cut_model_equals_the_whole_one(family: tuple[str, Pa
         tapped = cut.tap(batch(ids)).target_hidden
         assert torch.equal(tapped, hooked[layer]), layer
         assert torch.equal(tapped, whole[layer + 1]) == (layer < 3), "the last one's output stands after the final norm there"
+
+
+def test_layers_spread_over_devices_get_all_on_theirs(family: tuple[str, Path, Any]) -> None:
+    _, directory, _ = family
+    model = load_model(str(directory), dtype="bfloat16", device="cpu", attention="auto")  # meta multiplies experts in no other
+    assert crossing(model, torch.arange(8).view(2, 4)) == [{"cpu"}] * 2 + [{"meta"}] * 2
 
 
 def test_padding_is_not_felt(family: tuple[str, Path, Any]) -> None:

@@ -116,11 +116,11 @@ def test_the_uninterrupted_run(straight: tuple[RunDirectory, TrainResult]) -> No
     assert 0 < result.pipeline["credit_bytes_most"] <= 2**24
 
 
-@pytest.mark.parametrize(("readers", "targets"), [(4, 2), (2, 3)])
+@pytest.mark.parametrize(("readers", "targets", "device"), [(4, 2, "cpu"), (2, 3, "cpu+cpu")])
 def test_readers_and_targets_do_not_matter(
-    bench: Any, straight: tuple[RunDirectory, TrainResult], readers: int, targets: int
+    bench: Any, straight: tuple[RunDirectory, TrainResult], readers: int, targets: int, device: str
 ) -> None:
-    config, run = bench(f"r{readers}t{targets}", readers=readers, targets=["cpu"] * targets)
+    config, run = bench(f"r{readers}t{targets}", readers=readers, targets=[device] * targets)
     result = train(config, run)
     assert result.stages["tap"]["workers"] == targets
     check_equal(run, straight[0])

@@ -9,10 +9,10 @@ import torch
 
 from dflash_core.config import PipelineConfig
 from dflash_core.data.plan import share_of_rank
+from dflash_core.devices import devices_of_rank
 from dflash_core.modeling.drafter import new_drafter
 from dflash_core.modeling.target import TargetEnds, load_ends
 from dflash_core.records import Batch, PlannedBatch, StepMetrics, TappedBatch, TrainState
-from dflash_core.sizes import devices_of_rank
 from dflash_core.training.gang import Gang
 from dflash_core.training.trainer import Trainer
 from tests.fakes import make_config, make_shape, save_target
