@@ -27,6 +27,7 @@ from dflash_core.training.evaluations import read_evaluations
 LOG = logging.getLogger(__name__)
 ID, RECORD, TRAINED = "copies_id.txt", "run.json", "training.json"
 FIRST = (ID, RECORD, "mlflow_run.txt", "metrics.jsonl", "evaluations.jsonl")  # what a run needs to go on, besides its directories
+EXPORTS = ("export", "export-speculators")
 BEHIND = "copies_behind.txt"  # in the run directory: what the store does not have
 SENT = ".copied.json"  # in the run directory: the directories that the store has, and what they were like
 WORK = ".copying-"
@@ -81,7 +82,7 @@ class RunCopy:
         """What is complete or absent, in the order of sending."""
         run = self._run
         steps = [path.name for path in complete(run.checkpoints)]
-        names = ["shards", "validation", *(f"checkpoints/{step}" for step in sorted(steps, reverse=True)), "export"]
+        names = ["shards", "validation", *(f"checkpoints/{step}" for step in sorted(steps, reverse=True)), *EXPORTS]
         return [name for name in names if (run.root / name).is_dir()]
 
     def _files(self) -> list[str]:

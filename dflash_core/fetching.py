@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from dflash_core.config import Config
-from dflash_core.copies import FIRST, RECORD, TRAINED, checkpoint_of, place_of
+from dflash_core.copies import EXPORTS, FIRST, RECORD, TRAINED, checkpoint_of, place_of
 from dflash_core.data import remote
 from dflash_core.rundir import RunDirectory, check_experiment, hold
 
@@ -58,7 +58,10 @@ def _fetch(place: str, root: Path) -> str:
             if name in names and name != RECORD:
                 _fetched(place, name, making)
         step = _newest(place, there, making)
-        if step and _is_last(place, there, making, step) and _fetched(place, "export", making):
+        ours, other = EXPORTS
+        if step and _is_last(place, there, making, step) and _fetched(place, ours, making):
+            if other in names:
+                _fetched(place, other, making)
             for name in there:
                 if name not in FIRST and ("/" not in name or name.startswith("index/")):
                     _fetched(place, name, making)

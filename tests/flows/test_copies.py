@@ -116,8 +116,9 @@ def there(config: Config) -> dict[str, str]:
 
 def test_the_copy_is_the_run(make: Callable[..., Config], s3: str, s3_server: dict[str, str], monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO)
-    config = make(pipeline={"keep_checkpoints": 2})
+    config = make(pipeline={"keep_checkpoints": 2}, export={"speculators": True})
     work(config)
+    assert (root(config) / "export-speculators").is_dir()
     found = there(config)
     assert found == here(config)
     assert f"copied to            {s3}/tiny" in caplog.text
@@ -178,10 +179,11 @@ def test_another_machine_ends_where_an_unbroken_run_does(
 
 @SLOW
 def test_a_finished_run_is_there_with_its_export(make: Callable[..., Config]) -> None:
-    work(make("first"))
-    other = make("other")
+    work(make("first", export={"speculators": True}))
+    other = make("other", export={"speculators": True})
 
     def look(run: RunDirectory) -> None:
+        assert (run.export_speculators / "config.json").is_file()
         assert {name for name in there(other) if name not in here(other)} == {
             name for name in there(other) if name.startswith("checkpoints/") and f"step-{STEPS:08d}" not in name
         }, "all but the older checkpoints"
