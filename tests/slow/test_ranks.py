@@ -15,9 +15,13 @@ import pytest
 
 from dflash_core import assembly, preparation
 from dflash_core.config import Config
+from dflash_core.decoding.export import write_export
+from dflash_core.modeling.drafter import new_drafter
+from dflash_core.modeling.target import read_facts
 from dflash_core.ranks import killed_rank, train_in_ranks
 from dflash_core.records import StepMetrics, TrainResult
 from dflash_core.rundir import RunDirectory, open_run
+from dflash_core.sizes import resolve
 from tests.fakes import make_config
 
 pytestmark = pytest.mark.slow
@@ -88,6 +92,18 @@ def test_any_number_of_ranks_makes_the_run_of_one(bench: Any, alone: list[dict[s
     assert result.ledger["applied"] == 6 * STEPS // ranks
     for rank in range(1, ranks):
         assert [row["loss"] for row in rows(run.of_rank(rank))] == [row["loss"] for row in rows(run)]
+
+
+def test_ranks_begin_from_the_drafter_that_is_named(bench: Any, alone: list[dict[str, Any]], tmp_path: Path) -> None:
+    config, run = bench("warm-alone", 1)
+    shape = resolve(config, read_facts(config.target.path))
+    start = write_export(tmp_path / "start", new_drafter(shape, 99).state_dict(), shape, target="some/target")
+    for ranks in (1, 2):
+        config, run = bench(f"warm-{ranks}", ranks, warm_start=str(start))
+        train(config, run)
+    first, second = (rows(bench(f"warm-{ranks}", ranks, warm_start=str(start))[1]) for ranks in (1, 2))
+    check_same_run(second, first)
+    assert first[0]["loss"] != alone[0]["loss"]
 
 
 def test_a_stopped_run_goes_on_with_another_number_of_ranks(bench: Any, alone: list[dict[str, Any]]) -> None:
