@@ -10,6 +10,7 @@ Hooks, not `output_hidden_states`: on a model cut after its last tap, transforme
 
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,16 +98,21 @@ def choose_attention(wanted: str, device: str) -> str:
     return wanted
 
 
-def load_model(path: str, *, dtype: str, device: str, attention: str) -> Any:
-    """The whole causal LM in eval mode, frozen; `device` may join several, as cuda:0+cuda:1."""
+def load_model(path: str, *, dtype: str, device: str, attention: str, layers: int | None = None) -> Any:
+    """The whole causal LM in eval mode, frozen; `device` may join several, as cuda:0+cuda:1.
+
+    `layers`: its decoder alone, with the first so many; the rest, and the head, never come to the device.
+    """
     from transformers import AutoModelForCausalLM
 
     chosen: str | None = choose_attention(attention, device)
     if attention == "auto" and chosen == "sdpa":
         chosen = None  # transformers' own choice is the same, but for a target without SDPA, which computes eagerly
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=chosen)
-    places = parts(device)
-    model = model.to(device) if len(places) == 1 else spread(model, decoder_of(model), places)
+    decoder, places = decoder_of(model), parts(device)
+    if layers is not None:
+        model, decoder.layers = decoder, decoder.layers[:layers]
+    model = model.to(device) if len(places) == 1 else spread(model, decoder, places)
     return model.eval().requires_grad_(False)
 
 
@@ -162,11 +168,11 @@ class TapReplica:
         full: bool = False,
     ) -> None:
         self.path, self.dtype, self.home, self.packed, self._teacher = path, dtype, home(device), packed, teacher
-        model = load_model(path, dtype=dtype, device=device, attention=attention)
-        decoder = decoder_of(model)
+        layers = sys.maxsize if teacher else max(layer_ids) + 1
+        model = load_model(path, dtype=dtype, device=device, attention=attention, layers=None if full else layers)
+        decoder = decoder_of(model) if full else model
         self._whole = (model, decoder.layers) if full else None
-        if not teacher:
-            decoder.layers = decoder.layers[: max(layer_ids) + 1]
+        decoder.layers = decoder.layers[:layers]
         self._decoder = decoder
         self._taps = Taps(decoder, layer_ids)
 
