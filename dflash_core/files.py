@@ -1,5 +1,7 @@
-"""Files that are complete or absent: written beside their name, `path.partial`, and renamed."""
+"""Files that are complete or absent: written beside their name, `path.partial`, and renamed. And locks on files."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -7,7 +9,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a network file system may answer
 
 
 def beside(path: Path) -> Path:
@@ -46,6 +50,36 @@ def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
     """A JSON file, complete or absent."""
     with written_beside(path, durable=durable) as place:
         place.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool) -> Iterator[None]:
+    """Holds a lock file, made where there is none; it is let go at the end of the block or of the process.
+
+    Raises BlockingIOError where another process holds it and `wait` is off, ValueError where there can be no lock.
+    """
+    try:
+        file = open(path, "w")  # noqa: SIM115  (closed below)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}), so nothing can be kept there; name another place"
+        ) from error
+    with file:
+        lock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def lock(file: IO[Any], how: int) -> None:
+    """fcntl.flock. Raises ValueError where the file system keeps no locks."""
+    try:
+        fcntl.flock(file, how)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        raise ValueError(
+            f"{file.name}: its file system keeps no locks ({error.strerror}), so that two processes could change the same files; "
+            "name a place on a local disk"
+        ) from error
 
 
 def sync(path: Path) -> None:

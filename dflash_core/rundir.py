@@ -8,18 +8,17 @@ new: nothing is there.  resume: the same experiment, not finished.  finished: re
 experiment is an error that shows the difference. `fresh` sets the old directory aside and starts anew.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from dflash_core.config import Config, differences, experiment, fingerprint
-from dflash_core.files import beside, file_sha256, write_json
+from dflash_core.files import beside, file_sha256, locked, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,10 +191,10 @@ def _set_aside(root: Path) -> None:
 
 @contextmanager
 def hold(run: RunDirectory) -> Iterator[None]:
-    """Keeps other processes out of the run while it works. Raises ValueError where one is already at it."""
-    with open(run.root / ".lock", "w") as lock:
+    """Keeps other processes out of the run while it works. Raises ValueError where one is already at it, or as `locked` does."""
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(locked(run.root / ".lock", wait=False))
         except BlockingIOError as error:
             raise ValueError(f"{run.root} is in use by another process; wait for it or choose another name") from error
         yield

@@ -4,7 +4,6 @@ places.mlflow_uri --tracking_uri, connect--> client --experiment, find_run--> ru
 Config --flat_params, tags--> what describes it
 """
 
-import fcntl
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 
 from dflash_core.config import Config
 from dflash_core.decoding.report import DEFINITION
-from dflash_core.files import written_beside
+from dflash_core.files import locked, written_beside
 from dflash_core.rundir import RunDirectory, config_fingerprint
 
 EXPERIMENT = "dflash"
@@ -67,8 +66,7 @@ def connect(uri: str) -> Any:
 def _alone(database: Path) -> Iterator[None]:
     """One process at a time opens a local store, which makes its tables: the lock that MLflow takes for that differs by process."""
     database.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{database}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(Path(f"{database}.lock"), wait=True):
         yield
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
-from dflash_core.files import sync
+from dflash_core.files import lock, sync
 from dflash_core.records import ShardFile
 
 LOG = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def _lock(path: Path, how: int) -> IO[bytes] | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(file, how)
+        lock(file, how)
         if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
             return file
     except (BlockingIOError, FileNotFoundError):
