@@ -156,15 +156,17 @@ def _evaluation_parts(config: Config, shape: DrafterShape, counted: Census, run:
 def drafter_room(config: Config, shape: DrafterShape, counted: Census, ranks: int) -> Room:
     """The drafter's device: states, the target's embedding and head, one micro-batch, and the hidden states under credit.
 
-    Of the states, ranks have weights and gradients each and share out the rest, as whole tensors.
+    Of the states, ranks have weights and gradients each and share out the rest, as whole tensors. Gradients are there twice where a
+    rank trains several micro-batches a step: those of the window and those of the micro-batch, which may not fit and be split.
     """
+    gradients = 8 if config.training.accumulate > ranks else 4
     size = 2 if config.training.autocast == "bfloat16" else 4
     block_tokens = config.training.anchors_per_batch * shape.block_size
     wide = SAVED_WIDTHS * shape.hidden_size + 3 * shape.intermediate_size + 4 * shape.num_heads * shape.head_dim
     ends = counted.embedding + (0 if counted.tied else counted.head)
     return Room(
         parts={
-            "states": (8 + (saved_bytes(config.training) - 4) / ranks) * drafter_parameters(shape),
+            "states": (4 + gradients + (saved_bytes(config.training) - 4) / ranks) * drafter_parameters(shape),
             "embedding and head": 4 * ends,
             "activations": block_tokens * wide * shape.num_layers * size + LOGIT_COPIES * 2**28,
             "credits": config.pipeline.ahead_bytes,

@@ -93,7 +93,8 @@ def test_what_the_optimizer_keeps_and_computes(config: Config, counted: Census) 
 
     plain, muon, both = config, of(optimizer="muon"), of(optimizer="muon", ema=0.99, accumulate=4)
     parameters = planning.drafter_parameters(SHAPE)
-    for ranks, wanted in ((1, [16, 12, 16]), (4, [10, 9, 10])):  # weights and gradients everywhere, the rest shared out
+    # weights and gradients everywhere, the rest shared out; twice the gradients of four micro-batches on one rank
+    for ranks, wanted in ((1, [16, 12, 20]), (4, [10, 9, 10])):
         states = [planning.drafter_room(each, SHAPE, counted, ranks).parts["states"] for each in (plain, muon, both)]
         assert states == [each * parameters for each in wanted]
     one = make_shape(
