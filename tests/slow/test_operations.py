@@ -195,6 +195,21 @@ def test_a_killed_run_ends_its_slot_frees_and_the_next_resumes(
     assert stack.final(third)["type"] == "CANCELLED"
 
 
+def test_a_drained_worker_ends_when_its_run_has(stack: Stack, config: str, overrides: dict[str, Any], run: Path) -> None:
+    run_id = stack.start("train/train", config=config, overrides=overrides | {"training": {"epochs": 200}})
+    wait_until(lambda: len(steps(run)) > 0)
+    worker = stack.pid("worker")
+    start = time.monotonic()
+    stack.command("infra/drain", str(worker))
+    drained = time.monotonic() - start
+    assert stack.state(run_id)["type"] == "COMPLETED", "nothing was cut off"
+    print(f"\ndrained: the worker left after {drained:.1f} s, when its run had ended")
+    assert not Path(f"/proc/{worker}").exists()
+    assert not stack.ask("work_pools/dflash")["is_paused"]
+    stack.local("start", "worker")
+    assert (run / "report.json").is_file()
+
+
 @pytest.mark.parametrize("seconds", [40, 300])
 def test_training_goes_on_while_the_server_is_away_and_its_end_is_told_after(
     seconds: float, stack: Stack, config: str, overrides: dict[str, Any], run: Path
