@@ -26,6 +26,7 @@ TRIMMED = " ... (trimmed)"
 PASSWORD = re.compile(r"(://[^/:@\s]*):[^/@\s]*@")
 ENVIRONMENT_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }

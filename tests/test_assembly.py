@@ -8,14 +8,14 @@ import anyio
 import pytest
 from transformers import Gemma2Config
 
-from dflash_core import assembly, preparation
+from dflash_core import assembly, measurement, preparation
 from dflash_core.config import Config
 from dflash_core.decoding.evaluate import EvaluationJob, measure
 from dflash_core.decoding.export import read_shape
-from dflash_core.opening import shard_places
+from dflash_core.opening import open_data, shard_places
 from dflash_core.records import TrainResult
 from dflash_core.rundir import RunDirectory, open_run
-from tests.fakes import IM_END, make_config, save_target
+from tests.fakes import IM_END, MASK, chats, make_config, save_target, write_jsonl
 
 
 @pytest.mark.parametrize(
@@ -140,3 +140,38 @@ def test_rows_of_the_shards_above_max_length_are_refused_or_cut(tmp_path: Path, 
     rows = logged(run)
     assert sum(row["rows"] for row in rows) == 24
     assert max(row["computed_tokens"] for row in rows) == 120
+
+
+@pytest.mark.slow
+def test_a_config_with_only_what_is_required_goes_from_conversations_to_a_measured_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All defaults but for short texts, on a target with layers enough for them and a token that it does not use itself."""
+    save_target(tmp_path / "target", num_hidden_layers=12, max_position_embeddings=4096)
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "c.jsonl", chats(24))
+    write_jsonl(tmp_path / "p.jsonl", [{"turns": ["Tell me about the red lamp."]}])
+    values = {
+        "target": {"path": "target"},
+        "data": {"conversations": "c.jsonl"},
+        "evaluation": {"prompts": "p.jsonl", "max_new_tokens": 9},
+    }
+    config = Config.model_validate({"name": "least", **values, "drafter": {"mask_token_id": MASK}})
+    assembly.check(config)
+    run = open_run(config)
+    manifest = preparation.prepare(config, run)
+    with open_data(config, run, vocab_size=300) as dataset:
+        ids, mask = dataset.row(0)
+        assert len(ids) == len(mask) > 0
+
+    async def work() -> TrainResult:
+        stop = anyio.Event()
+        result = await assembly.train(config, run, stop, lambda metrics, total: None)
+        assembly.export(config, run)
+        acceptance = await measurement.evaluate(config, run, stop)
+        assert acceptance is not None
+        assert measurement.write_report(config, run, acceptance)["acceptance_length"] >= 1
+        return result
+
+    assert anyio.run(work).step == config.training.epochs
+    assert manifest.rows == 24

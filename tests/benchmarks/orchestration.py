@@ -6,6 +6,7 @@ in a process that imports neither. Both from nothing, one after the other, on a 
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -40,11 +41,17 @@ def without(file: str) -> None:
     assert not {"prefect", "mlflow"} & set(sys.modules)
 
 
-def timed(*command: str) -> float:
-    """Seconds of a command that must end well."""
-    start = time.perf_counter()
+def timed(*command: str) -> tuple[float, float]:
+    """(seconds, CPU-seconds of all its processes) of a command that must end well."""
+    start, before = time.perf_counter(), _cpu_seconds()
     subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, _cpu_seconds() - before
+
+
+def _cpu_seconds() -> float:
+    """Of the processes that have ended, theirs included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -59,11 +66,12 @@ def main() -> None:
         apart = load_config(given.config, overrides | {"places.runs": f"{place}/without"})
         file = Path(place) / "config.json"
         file.write_text(apart.model_dump_json())
-        alone = timed("tests.benchmarks.orchestration", "--without", str(file))
-        whole = timed("flows.train", "--config", given.config, *options, "--places.runs", f"{place}/with")
+        alone, alone_cpu = timed("tests.benchmarks.orchestration", "--without", str(file))
+        whole, whole_cpu = timed("flows.train", "--config", given.config, *options, "--places.runs", f"{place}/with")
         steps = {json.loads(found.read_text())["step"] for found in Path(place).glob("*/*/training.json")}
     print(f"optimizer steps of each: {steps}")
     print(f"without Prefect and MLflow {alone:6.1f} s, with {whole:6.1f} s: {whole - alone:.1f} s more (at most 20)")
+    print(f"CPU-seconds of all processes: {alone_cpu:.1f} without, {whole_cpu:.1f} with: {whole_cpu - alone_cpu:.1f} more")
 
 
 if __name__ == "__main__":

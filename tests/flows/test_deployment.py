@@ -64,6 +64,9 @@ def test_train_deployment_runs_to_completed(worker: dict[str, str], run_file: Pa
     assert "Completed" in out
     newest = {"sort": "START_TIME_DESC", "limit": 1, "deployments": {"name": {"any_": ["train"]}}}
     (flow_run,) = ask(worker, "flow_runs/filter", newest)
+    tasks = ask(worker, "task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run["id"]]}}})
+    stages = ["evaluate_export", "export_drafter", "report", "select", "shard", "tokenize", "train_drafter"]
+    assert sorted(task["name"].partition("-")[0] for task in tasks) == stages, "tasks are whole stages, whatever the steps"
     lines = ask(worker, "logs/filter", {"limit": 200, "logs": {"flow_run_id": {"any_": [flow_run["id"]]}}})
     logged = "\n".join(line["message"] for line in lines)
     for text in ("cache key", "MissingContextError", "Traceback"):
@@ -112,6 +115,22 @@ def test_make_deploy_brings_pool_queues_and_automations_and_may_be_repeated(work
     deploy(worker)
     assert [sorted(row["name"] for row in ask(worker, f"{what}/filter", {})) for what in ("automations", "deployments")] == before
     assert before[0] == ["dflash runs without heartbeat are crashed", "evaluate an exported drafter"]
+
+
+@pytest.mark.slow
+def test_the_schedule_is_switched_on_and_the_queues_are_listed(worker: dict[str, str]) -> None:
+    deploy(worker)
+    assert "gpu" in prefect(worker, "work-queue", "ls", "--pool", "dflash")
+
+    def schedule() -> dict[str, Any]:
+        (found,) = ask(worker, "deployments/name/full-run/full-run")["schedules"]
+        return found
+
+    assert not schedule()["active"]
+    for verb, active in (("resume", True), ("pause", False)):
+        prefect(worker, "deployment", "schedule", verb, "full-run/full-run", schedule()["id"])
+        assert schedule()["active"] is active
+    assert schedule()["parameters"] == {"retrain": True}
 
 
 @pytest.mark.slow

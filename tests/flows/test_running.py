@@ -166,10 +166,10 @@ def test_stopped_state_is_final_and_not_completed() -> None:
     assert state.message == "stopped at step 7, resumable"
 
 
-@pytest.mark.parametrize("module", ["flows.train", "flows.prepare", "flows.evaluate"])
+@pytest.mark.parametrize("module", ["train", "prepare", "evaluate", "promote", "regenerate", "full_run"])
 def test_importing_a_flow_imports_no_heavy_package(module: str) -> None:
     heavy = "{'torch', 'transformers', 'datasets', 'mlflow'}"
-    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, flows.{module}; print(sorted({heavy} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

@@ -1,13 +1,16 @@
 """flows.settings and flows.command: file < environment (places only) < command line; unknown keys are errors in all three."""
 
+import functools
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+from dflash_core.config import Config
 from dflash_core.rundir import config_fingerprint
 from flows.command import ENVIRONMENT_DEFAULTS, Command, read_command_line
-from flows.settings import QUICKSTART, load_config
+from flows.settings import QUICKSTART, known_keys, load_config
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +151,47 @@ def test_a_config_whose_start_is_missing_is_one_line(run_file: Path, tmp_path: P
     assert "training.warm_start 'nowhere'" in refused(
         capsys, "--config", str(run_file), "--training.warm_start", "nowhere", "--print-config"
     )
+
+
+def test_every_optional_field_may_be_left_out(run_file: Path, tmp_path: Path) -> None:
+    """A run with every default written out, less one field or section: it still loads, or names what is required."""
+    values = yaml.safe_load(run_file.read_text())
+    least = {
+        "name": "least",
+        "target": {"path": values["target"]["path"]},
+        "evaluation": {"prompts": values["evaluation"]["prompts"]},
+    }
+    whole = Config.model_validate(least | {"data": {"conversations": "c.jsonl"}}).model_dump(mode="json")
+    less = tmp_path / "less.yaml"
+    needed = {"name", "target", "target.path", "data", "data.conversations", "evaluation", "evaluation.prompts"}
+    for key in (*known_keys(), *whole):
+        values = json.loads(json.dumps(whole))
+        *path, last = key.split(".")
+        section = functools.reduce(dict.__getitem__, path, values)
+        section.pop(last, None)
+        less.write_text(yaml.safe_dump(values))
+        if key in needed:
+            with pytest.raises(ValueError, match=key):
+                load_config(str(less))
+        else:
+            load_config(str(less))
+
+
+def test_of_file_command_line_and_deployment_the_later_wins_and_is_shown(run_file: Path, capsys) -> None:
+    """Three values, each different in every place."""
+    values = yaml.safe_load(run_file.read_text())
+    values["drafter"] |= {"mask_token_id": 3, "block_size": 5}
+    values["training"]["learning_rate"] = 0.1
+    run_file.write_text(yaml.safe_dump(values))
+    config = load_config(str(run_file))
+    assert (config.drafter.mask_token_id, config.drafter.block_size, config.training.learning_rate) == (3, 5, 0.1)
+    deployed = load_config(
+        str(run_file), {"drafter": {"mask_token_id": 4}, "drafter.block_size": 6, "training.learning_rate": 0.2}
+    )
+    assert (deployed.drafter.mask_token_id, deployed.drafter.block_size, deployed.training.learning_rate) == (4, 6, 0.2)
+    options = ("--drafter.mask_token_id=7", "--drafter.block_size=8", "--training.learning_rate=0.3")
+    with pytest.raises(SystemExit):
+        command(run_file, *options, "--print-config")
+    shown = capsys.readouterr().out
+    for line in ("mask_token_id: 7", "block_size: 8", "learning_rate: 0.3"):
+        assert f"{line}  # command line\n" in shown

@@ -27,8 +27,9 @@ from dflash_core.training.metrics import MetricsFile
 from dflash_core.training.timeline import write_timeline
 from flows import mlflow_tracker
 from flows.metric_names import ACCURACY_BY_SLOT, REPORT, SKIPPED, STEP, SYSTEM, report_points, step_points
-from flows.mlflow_run import HIDDEN, SECRET, flat_params, tracking_uri
+from flows.mlflow_run import HIDDEN, SECRET, flat_params, tracking_uri, without_password
 from flows.mlflow_tracker import BEHIND, MlflowTracker
+from flows.settings import config_yaml
 from flows.tracking import send_rest
 from tests import fakes
 from tests.flows.conftest import ROOT
@@ -195,6 +196,22 @@ def test_two_trainings_in_one_process_keep_apart(config: Config, runs: Path, tmp
     assert [value for _, value in history(configs[1], opened[1], "train/tokens")] == [1, 1, 1]
 
 
+def test_runs_of_one_name_in_other_places_are_other_runs(config: Config, run: RunDirectory, tmp_path: Path) -> None:
+    """The store is asked for the id that the run directory keeps, never for a name."""
+    uri = tracking_uri(config)
+    other = config.model_copy(
+        update={"places": config.places.model_copy(update={"runs": str(tmp_path / "o'ther"), "mlflow_uri": uri})}
+    )
+    twin = open_run(other)
+    for each, where, last in ((config, run, 2), (other, twin, 3), (config, run, 2), (other, twin, 3)):
+        tracker = MlflowTracker(each, where)
+        if not where.metrics.exists():
+            write_steps(where, 1, last)
+        tracker.close("FINISHED")
+    assert run_id(run) != run_id(twin)
+    assert [len(history(each, where, "step")) for each, where in ((config, run), (other, twin))] == [2, 3]
+
+
 def finished(run: RunDirectory) -> dict[str, Any]:
     """The report and the export of a run that was measured at step 7."""
     report = dict.fromkeys(REPORT, 2.5) | {"training": {"step": 7}, "name": "drafter"}
@@ -346,3 +363,11 @@ def test_long_values_and_passwords_do_not_reach_the_params(config: Config) -> No
     assert params["places.mlflow_uri"] == "http://user:***@host:5000"
     assert len(params["target.path"]) == 6000
     assert params["target.path"].endswith("(trimmed)")
+
+
+def test_the_config_that_is_an_artifact_has_no_password(config: Config, run: RunDirectory) -> None:
+    uri = str(tracking_uri(config)).replace("sqlite:///", "sqlite://user:secret@/")
+    shown_uri = config.model_copy(update={"places": config.places.model_copy(update={"mlflow_uri": uri})})
+    text = config_yaml(without_password(shown_uri))
+    assert "user:***@" in text
+    assert "secret" not in text

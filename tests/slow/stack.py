@@ -104,6 +104,13 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def has_ended(pid: int) -> bool:
+    """Also where its parent did not ask for its exit code yet."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     """Sends a signal to a process that may be gone."""
     with suppress(ProcessLookupError):

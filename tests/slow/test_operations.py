@@ -20,7 +20,7 @@ from flows.mlflow_tracker import BEHIND, MlflowTracker
 from tests import fakes
 from tests.data.faulty_proxy import faulty_proxy
 from tests.flows.test_tracking import metrics
-from tests.slow.stack import Stack, descendants, kill, running_stack, wait_until
+from tests.slow.stack import Stack, descendants, has_ended, kill, running_stack, wait_until
 
 pytestmark = pytest.mark.slow
 ENDLESS = {"epochs": 100_000, "checkpoint_every": 50}
@@ -136,7 +136,7 @@ def test_cancelling_the_chain_saves_and_leaves_no_process(
     processes = descendants(stack.process_of(chain)) + [stack.process_of(chain)]
     stack.ask(f"flow_runs/{chain}/set_state", {"state": {"type": "CANCELLING"}})
     start = time.monotonic()
-    gone = wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+    gone = wait_until(lambda: all(has_ended(pid) for pid in processes))
     state = stack.final(chain)
     print(f"\ncancelled: processes gone after {gone:.1f} s, final state after {time.monotonic() - start:.1f} s: {state['name']}")
     assert gone < 30
@@ -195,6 +195,21 @@ def test_a_killed_run_ends_its_slot_frees_and_the_next_resumes(
     assert stack.final(third)["type"] == "CANCELLED"
 
 
+def test_a_drained_worker_ends_when_its_run_has(stack: Stack, config: str, overrides: dict[str, Any], run: Path) -> None:
+    run_id = stack.start("train/train", config=config, overrides=overrides | {"training": {"epochs": 200}})
+    wait_until(lambda: len(steps(run)) > 0)
+    worker = stack.pid("worker")
+    start = time.monotonic()
+    stack.command("infra/drain", str(worker))
+    drained = time.monotonic() - start
+    assert stack.state(run_id)["type"] == "COMPLETED", "nothing was cut off"
+    print(f"\ndrained: the worker left after {drained:.1f} s, when its run had ended")
+    assert has_ended(worker)
+    assert not stack.ask("work_pools/dflash")["is_paused"]
+    stack.local("start", "worker")
+    assert (run / "report.json").is_file()
+
+
 @pytest.mark.parametrize("seconds", [40, 300])
 def test_training_goes_on_while_the_server_is_away_and_its_end_is_told_after(
     seconds: float, stack: Stack, config: str, overrides: dict[str, Any], run: Path
@@ -208,7 +223,7 @@ def test_training_goes_on_while_the_server_is_away_and_its_end_is_told_after(
     assert steps(run)[-1] > before + 50, "it went on"
     os.kill(flow, signal.SIGTERM)  # and ends while nobody can be told
     time.sleep(seconds / 2)
-    assert Path(f"/proc/{stack.pid('worker')}").exists(), "the worker waits too"
+    assert not has_ended(stack.pid("worker")), "the worker waits too"
     stack.local("start", "prefect")
     back = time.monotonic()
     state = stack.final(run_id)

@@ -17,10 +17,9 @@ ROOT = Path(__file__).parents[2]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run directory of a whole quickstart."""
     runs = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, "-m", "flows.train", "--config", "configs/quickstart.yaml", "--places.runs", str(runs)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=1200, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-    )
+    command = ["make", f"BIN={Path(sys.executable).parent}", "-o", ".venv/.installed", "quickstart"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DFLASH_RUNS": str(runs)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, env=environment, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
