@@ -16,7 +16,6 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -160,20 +159,22 @@ def run_flow(
     """
     import anyio
     from prefect.exceptions import CancelledRun
-    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+    from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-    from flows import console
+    from flows import console, local_server
     from flows.running import load_core
 
     console.attach()
     signal.signal(signal.SIGTERM, _leave)
+    settings: dict[Any, Any] = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}  # nobody watches, and its end takes a second
+    server = local_server.LocalServer() if local_server.needed() else None
     try:
         (check or load_core()[0].check)(command.config)
-        with ThreadPoolExecutor(1) as other:
-            started = other.submit(_start_local_server)
-            beside(command.config)
-            started.result()
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):  # nobody watches, and its end takes a second
+        beside(command.config)
+        if server is not None:
+            server.wait()
+            settings[PREFECT_API_URL] = server.api
+        with temporary_settings(settings):
             anyio.run(partial(flow, config=command.path, overrides=command.overrides, **parameters))
     except CancelledRun as stopped:
         again = shlex.join(argument for argument in sys.orig_argv if argument != "--fresh")
@@ -201,21 +202,6 @@ def run_plain(work: Callable[[Config], None], command: Command) -> NoReturn:
 def _leave(*_: Any) -> NoReturn:
     """SIGTERM before and after the flow, which has its own receiver: an ordinary exit, so that the local server ends too."""
     raise SystemExit(128 + signal.SIGTERM)
-
-
-def _start_local_server() -> None:
-    """Prefect's temporary server, deaf to the terminal's Ctrl-C: the flow needs it until its own, later end."""
-    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_EPHEMERAL_ENABLED
-
-    if PREFECT_API_URL.value() or not PREFECT_SERVER_EPHEMERAL_ENABLED.value():
-        return
-    from prefect.server.api.server import SubprocessASGIServer
-
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the child inherits the mask
-    try:
-        SubprocessASGIServer().start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _bad_input(error: ValueError | OSError, config: Config) -> str:

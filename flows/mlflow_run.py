@@ -19,6 +19,7 @@ from dflash_core.config import Config
 from dflash_core.decoding.report import DEFINITION
 from dflash_core.files import locked, written_beside
 from dflash_core.rundir import RunDirectory, config_fingerprint
+from flows.local_server import STARTED
 
 EXPERIMENT = "dflash"
 PARAM_LENGTH = 6000  # MLflow's limit
@@ -124,7 +125,8 @@ def tags(config: Config) -> dict[str, str]:
     }
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:
-        found["prefect_flow_run"] = url_for("flow-run", obj_id=context.flow_run.id) or str(context.flow_run.id)
+        page = None if STARTED else url_for("flow-run", obj_id=context.flow_run.id)
+        found["prefect_flow_run"] = page or str(context.flow_run.id)
     root = Path(__file__).parent.parent
     git = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if git.returncode == 0:

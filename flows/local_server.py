@@ -1,0 +1,74 @@
+"""Prefect's temporary server, for a command line without PREFECT_API_URL.
+
+Prefect starts the same process when a flow finds no server, but imports its whole server into the flow's own process for that,
+seconds of work on the critical path.
+"""
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+STARTED: list[str] = []  # addresses: pages there are gone with this process
+
+
+class LocalServer:
+    """Starts when it is made; `wait` until it answers. Ends with this process, and is deaf to the terminal's Ctrl-C: the flow
+    needs it until its own, later end."""
+
+    def __init__(self) -> None:
+        import prefect
+        from prefect.settings import get_current_settings
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.api = f"http://127.0.0.1:{port}/api"
+        app = ["--app-dir", str(Path(prefect.__file__).parent), "--factory", "prefect.server.api.server:create_app"]
+        where = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error", "--lifespan", "on"]
+        settings = get_current_settings().to_environment_variables(exclude_unset=True)
+        kind = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the child inherits the mask
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "uvicorn", *app, *where], env={**os.environ, **kind, **settings}
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        STARTED.append(self.api)
+        atexit.register(self.stop)
+
+    def wait(self) -> None:
+        """Until it answers. Raises RuntimeError where it ends before, or takes longer than Prefect's own limit."""
+        import httpx
+        from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS as LIMIT
+
+        end = time.monotonic() + LIMIT.value()
+        while time.monotonic() < end and self._child.poll() is None:
+            try:
+                if httpx.get(f"{self.api}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        raise RuntimeError(f"Prefect's temporary server did not answer within {LIMIT.value()} s (exit code {self._child.poll()})")
+
+    def stop(self) -> None:
+        """Ends it; again: nothing."""
+        self._child.terminate()
+        try:
+            self._child.wait(5)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+
+def needed() -> bool:
+    """Whether no server is set and Prefect may start one."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_EPHEMERAL_ENABLED
+
+    return not PREFECT_API_URL.value() and bool(PREFECT_SERVER_EPHEMERAL_ENABLED.value())
