@@ -142,8 +142,8 @@ class Taps:
 
     def take(self) -> Tensor:
         """Tapped states side by side [B, T, K*H] on the embedding's device, forgotten here."""
-        home = self._decoder.get_input_embeddings().weight.device
-        return torch.cat([self._seen.pop(i).to(home, non_blocking=True) for i in self._ids], dim=-1)
+        device = self._decoder.get_input_embeddings().weight.device
+        return torch.cat([self._seen.pop(i).to(device, non_blocking=True) for i in self._ids], dim=-1)
 
 
 class TapReplica:

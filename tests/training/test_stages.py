@@ -1,14 +1,19 @@
 """The evaluations stage with small fakes: what is measured, when, by which thread, and what it may not hold up."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
+from typing import Any
 
+import anyio
 import pytest
 
 from dflash_core.records import Batch, TappedBatch, TrainState
-from tests.training.test_pipeline import LIMITS, Bench, Broken, FakeTrainer, largest_gap, planned, tap
+from dflash_core.training.pipeline import run_pipeline
+from tests.training.test_pipeline import LIMITS, Bench, Broken, FakeTrainer, largest_gap, planned, read, tap
 
 EVERY_5 = replace(LIMITS, evaluate_every=5, evaluate_s=30.0)
 Wanted = Callable[[], bool]
@@ -113,6 +118,47 @@ def test_a_rank_takes_the_last_snapshot_although_its_save_would_be_too_slow() ->
     outcome = bench.run(limits, stop_after=0.6, within=5.0)
     assert (outcome.stopped, outcome.saved) == (True, False)
     assert trainer.snapshots[-1] == trainer.step
+
+
+def test_the_event_loop_never_waits_for_a_stage() -> None:
+    """Or heartbeats would stop beside a long step, and a healthy run would be taken for dead."""
+    seconds, ticks = 0.3, list[float]()
+
+    def slow(result: Any) -> Callable[..., Any]:
+        def work(*arguments: Any) -> Any:
+            time.sleep(seconds)
+            return result(*arguments)
+
+        return work
+
+    bench = Bench(
+        planned(6),
+        FakeTrainer(seconds=seconds),
+        read=slow(read),
+        taps=(slow(tap),) * 2,
+        log=slow(lambda metrics: None),
+        save=slow(lambda state: None),
+        evaluate=slow(lambda state, wanted: True),
+    )
+
+    async def tick() -> None:
+        while True:
+            ticks.append(time.perf_counter())
+            await anyio.sleep(0.01)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(tick)
+            limits = replace(EVERY_5, checkpoint_every=2, evaluate_every=4)
+            await run_pipeline(bench.work, limits, bench.observation, anyio.Event(), bench.outcome)
+            group.cancel_scope.cancel()
+
+    anyio.run(main)
+    assert (bench.outcome.consumed, bench.outcome.evaluations) == (6, 1)
+    assert ticks[-1] - ticks[0] > 6 * seconds
+    gaps = [b - a for a, b in itertools.pairwise(ticks)]
+    assert median(gaps) < seconds / 5
+    assert sum(gap >= seconds for gap in gaps) < 3, "a stage that blocked it would do so with each of six micro-batches"
 
 
 def test_other_replicas_feed_the_trainer_meanwhile() -> None:
