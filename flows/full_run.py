@@ -22,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from prefect import flow
+from prefect.context import FlowRunContext
 
 from dflash_core.config import Config
 from dflash_core.decoding import regenerate as regeneration
@@ -39,6 +40,12 @@ from flows.train import train
 PROMOTION = "promotion.json"  # in the run directory: what its promotion decided
 
 
+def by_schedule() -> bool:
+    """Whether a schedule began this run: those retrain. Prefect's server empties a schedule's own parameters when it is switched on."""
+    context = FlowRunContext.get()
+    return context is not None and context.flow_run is not None and bool(context.flow_run.auto_scheduled)
+
+
 @flow(name="full-run")
 async def full_run(config: str = QUICKSTART, overrides: Overrides = UNCHANGED, retrain: bool = False) -> dict[str, Any]:
     """From prompts to a promoted drafter: regenerates, prepares, trains, measures and promotes; skips what is done.
@@ -54,7 +61,7 @@ async def full_run(config: str = QUICKSTART, overrides: Overrides = UNCHANGED, r
         try:
             if regeneration.is_prepared_by(settings):
                 await _step(regenerate, config, changes)
-            if retrain:
+            if retrain or by_schedule():
                 name = await in_thread(stop, newest_run, settings)
                 settings, changes = settings.model_copy(update={"name": name}), changes | {"name": name}
             prepared = await _step(prepare, config, changes)

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+AGAIN = 3  # times that one that ended is started anew: the first on a machine make the tables of one file, and not together
 STARTED: list[str] = []  # addresses: pages there are gone with this process
 
 
@@ -32,23 +33,30 @@ class LocalServer:
         where = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error", "--lifespan", "on"]
         settings = get_current_settings().to_environment_variables(exclude_unset=True)
         kind = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the child inherits the mask
-        try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "uvicorn", *app, *where], env={**os.environ, **kind, **settings}
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        self._command, self._environment = [sys.executable, "-m", "uvicorn", *app, *where], {**os.environ, **kind, **settings}
+        self._child = self._start()
         STARTED.append(self.api)
         atexit.register(self.stop)
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the child inherits the mask
+        try:
+            return subprocess.Popen(self._command, env=self._environment)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     def wait(self) -> None:
         """Until it answers. Raises RuntimeError where it ends before, or takes longer than Prefect's own limit."""
         import httpx
         from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS as LIMIT
 
-        end = time.monotonic() + LIMIT.value()
-        while time.monotonic() < end and self._child.poll() is None:
+        end, again = time.monotonic() + LIMIT.value(), AGAIN
+        while time.monotonic() < end:
+            if self._child.poll() is not None:
+                if again == 0:
+                    break
+                again -= 1
+                self._child = self._start()
             try:
                 if httpx.get(f"{self.api}/health").status_code == 200:
                     return

@@ -8,7 +8,7 @@ import pytest
 from tests.readme import commands, not_run
 
 ROOT = Path(__file__).parents[1]
-FLOWS = "tests/slow/test_commands.py::test_the_commands_of_the_readme_in_their_order"
+FLOWS = "tests/flows/test_commands.py::test_the_commands_of_the_readme_in_their_order"
 RUN_BY = {  # a pattern of whole commands -> the test that runs them, or for `make test` what CI runs
     r"make quickstart": "tests/slow/test_quickstart.py::test_the_drafter_beats_both_references",
     r"make test": ".ci/run",
@@ -21,7 +21,7 @@ RUN_BY = {  # a pattern of whole commands -> the test that runs them, or for `ma
     r"prefect deployment schedule resume .*": "tests/flows/test_deployment.py::test_the_schedule_is_switched_on_and_the_queues_are_listed",
     r"prefect work-queue ls .*": "tests/flows/test_deployment.py::test_the_schedule_is_switched_on_and_the_queues_are_listed",
     r"infra/drain PID": "tests/slow/test_operations.py::test_a_drained_worker_ends_when_its_run_has",
-    r"\.venv/bin/mlflow ui .*": "tests/slow/test_commands.py::test_mlflows_page_shows_the_runs",
+    r"\.venv/bin/mlflow ui .*": "tests/flows/test_commands.py::test_mlflows_page_shows_the_runs",
 }
 
 
