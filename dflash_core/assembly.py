@@ -34,7 +34,7 @@ from dflash_core.data.reader import TokenDataset
 from dflash_core.decoding.export import WEIGHTS, write_export
 from dflash_core.decoding.speculators import write_speculators
 from dflash_core.decoding.warm_start import check_start, start_weights
-from dflash_core.devices import all_devices, devices_of_rank, parts
+from dflash_core.devices import all_devices, devices_of_rank, home, parts
 from dflash_core.files import write_json
 from dflash_core.measurement import evaluate as evaluate
 from dflash_core.measurement import judge as judge
@@ -68,12 +68,10 @@ def check(config: Config) -> tuple[TargetFacts, DrafterShape]:
     """Everything that can be wrong and can be seen without weights. Raises ValueError."""
     preparation.check(config)
     read_prompt_sets(config.evaluation)
+    if len(parts(drafter := config.pipeline.drafter)) > 1:
+        raise ValueError(f"pipeline.drafter {drafter!r}: a drafter is on one device; targets may be spread over several")
     for rank in range(config.pipeline.ranks):
         pipeline = devices_of_rank(config.pipeline, rank)
-        if len(parts(pipeline.drafter)) > 1:
-            raise ValueError(
-                f"pipeline.drafter {pipeline.drafter!r}: a drafter is on one device; targets may be spread over several"
-            )
         for device in all_devices(pipeline):
             check_device(device)
             choose_attention(config.target.attention, device)
@@ -146,7 +144,7 @@ async def _train_on(
     check_padding(targets.replicas[0], config.training, max_length=config.data.max_length, vocab_size=shape.vocab_size)
     watch = Watch(config, run, shape, facts, full=lambda: targets.replicas[FULL]) if watched else None
     lap("model")
-    cuda = any(device.startswith("cuda") for device in all_devices(config.pipeline))
+    cuda = any(home(device).startswith("cuda") for device in config.pipeline.targets)
     pool = BufferPool(tokens=config.training.tokens_per_batch, pinned=cuda)
 
     observation, outcome = observe(STAGES, total_steps=steps, **_flops(config, shape, lengths)), Outcome()

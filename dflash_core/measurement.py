@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 
 from dflash_core import opening, preparation
-from dflash_core.config import Config
+from dflash_core.config import Config, PipelineConfig
 from dflash_core.decoding.card import card, write_card
 from dflash_core.decoding.evaluate import EvaluationJob, read_measured
 from dflash_core.decoding.export import read_shape
@@ -30,6 +30,7 @@ from dflash_core.decoding.promotion import compare, decide
 from dflash_core.decoding.report import report_markdown, served_markdown, shown
 from dflash_core.decoding.served import measure_served
 from dflash_core.decoding.summary import correlation, report_on
+from dflash_core.devices import parts
 from dflash_core.errors import cancel_when, unwrapped
 from dflash_core.files import write_json
 from dflash_core.modeling.target import read_facts
@@ -114,6 +115,12 @@ def lineage(config: Config, run: RunDirectory, judgement: Judgement) -> dict[str
     return found
 
 
+def _device(pipeline: PipelineConfig) -> str:
+    """The drafter's device, or those of a target that does not fit on one."""
+    first = pipeline.targets[0]
+    return first if len(parts(first)) > 1 else pipeline.drafter
+
+
 async def measure_export(
     config: Config, run: RunDirectory, stop: anyio.Event, *, champion: Path | None = None
 ) -> Measurements | None:
@@ -128,7 +135,7 @@ async def measure_export(
             shards=opening.shard_places(config, run),
             target=config.target.path,
             attention=config.target.attention,
-            device=config.pipeline.drafter if "+" not in config.pipeline.targets[0] else config.pipeline.targets[0],
+            device=_device(config.pipeline),
             evaluation=config.evaluation,
             date=preparation.frozen_date(config, run),
             thinking=config.data.thinking,

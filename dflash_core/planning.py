@@ -18,9 +18,8 @@ from dflash_core.devices import parts
 from dflash_core.modeling.census import Census
 from dflash_core.modeling.drafter import tensor_shapes
 from dflash_core.records import DrafterShape, StepMetrics
-from dflash_core.sizes import DTYPE_BYTES, EVALUATED_BLOCKS, MUON_STEPS, batch_bytes, needs_teacher
+from dflash_core.sizes import DTYPE_BYTES, EVALUATED_BLOCKS, MOMENTS, MUON_STEPS, batch_bytes, needs_teacher
 
-MOMENTS = {"adamw": 2, "muon": 1}  # fp32 values a parameter that the optimizer keeps
 TOKEN_BYTES = 5  # of a shard: id and mask
 DISK_BYTES_S = 1.0e9  # assumed, with hashing
 LOGIT_COPIES = 3  # logits, their gradient and one temporary of the loss
@@ -166,7 +165,7 @@ def drafter_room(config: Config, shape: DrafterShape, counted: Census, ranks: in
     ends = counted.embedding + (0 if counted.tied else counted.head)
     return Room(
         parts={
-            "states": (4 + gradients + (saved_bytes(config.training) - 4) / ranks) * drafter_parameters(shape),
+            "states": (4 + gradients + kept_bytes(config.training) / ranks) * drafter_parameters(shape),
             "embedding and head": 4 * ends,
             "activations": block_tokens * wide * shape.num_layers * size + LOGIT_COPIES * 2**28,
             "credits": config.pipeline.ahead_bytes,
@@ -189,8 +188,13 @@ def disk_room(config: Config, shape: DrafterShape, *, tokens: float) -> Room:
 
 
 def saved_bytes(training: TrainingConfig) -> int:
-    """Of a trained parameter in a checkpoint: fp32 master, moments, and the running mean where there is one."""
-    return 4 * (1 + MOMENTS[training.optimizer] + (training.ema is not None))
+    """Of a trained parameter in a checkpoint: the fp32 master, and what is kept beside it."""
+    return 4 + kept_bytes(training)
+
+
+def kept_bytes(training: TrainingConfig) -> int:
+    """Of a trained parameter beside itself: moments, and the running mean where there is one."""
+    return 4 * (len(MOMENTS[training.optimizer]) + (training.ema is not None))
 
 
 def save_seconds(config: Config, shape: DrafterShape) -> float:

@@ -11,6 +11,7 @@ from dflash_core.records import DrafterShape, TargetFacts
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MUON_STEPS = 5  # of Newton and Schulz an update
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # fp32 tensors like the parameter that it keeps
 EVALUATED_BLOCKS = 64  # of a validation row, at most: their logits exist together while a snapshot is evaluated
 
 # Loss decay of the DFlash paper (appendix A.1) by block size; other sizes take the nearest listed one.

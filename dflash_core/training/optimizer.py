@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from dflash_core.config import TrainingConfig
+from dflash_core.sizes import MOMENTS
 from dflash_core.training.muon import Muon
 
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+KINDS = tuple(kind for kinds in MOMENTS.values() for kind in kinds)
 
 
 def learning_rate(step: int, *, total: int, training: TrainingConfig) -> float:
@@ -85,7 +86,7 @@ def read_moments(parameters: Mapping[str, Tensor], optimizers: Sequence[torch.op
     for name, parameter in parameters.items():
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})
-            found |= {f"{name}.{kind}": state[kind] for kinds in MOMENTS.values() for kind in kinds if kind in state}
+            found |= {f"{name}.{kind}": state[kind] for kind in KINDS if kind in state}
     return found
 
 
@@ -99,8 +100,7 @@ def write_moments(
     for optimizer in optimizers:
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in parameters.items():
-            kinds = [kind for each in MOMENTS.values() for kind in each]
-            kept = {kind: moments[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in moments}
+            kept = {kind: moments[f"{name}.{kind}"] for kind in KINDS if f"{name}.{kind}" in moments}
             if parameter in own and kept:
                 kept = {kind: tensor.to(parameter.device, torch.float32).clone() for kind, tensor in kept.items()}
                 optimizer.state[parameter] = {"step": torch.tensor(float(updates), device=parameter.device), **kept}

@@ -292,14 +292,14 @@ class Trainer:
     def snapshot(self) -> TrainState:
         """Private copies of everything that the next step would change. All ranks take one together; rank 0 gets the tensors."""
         owned = {name: (value, self._owners[name]) for name, value in self._parameters.items()}
-        moments = {kind: place for name, place in owned.items() for kind in moment_names(name, place[0], self._config.training)}
-        gather = self._gang.collect
+        training, collect = self._config.training, self._gang.collect
+        moments = {kind: owned[name] for name, value in self._parameters.items() for kind in moment_names(name, value, training)}
         return TrainState(
             step=self.step,
             position=self.position,
             weights=clone(self._parameters) if self._gang.rank == 0 else {},
-            moments=gather(read_moments(self._own, self._optimizers), moments) if self.updates else {},
-            average=gather(self._average.mean, owned) if self._average else None,
+            moments=collect(read_moments(self._own, self._optimizers), moments) if self.updates else {},
+            average=collect(self._average.mean, owned) if self._average else None,
             counters={**self.counters, "updates": self.updates, "quality": self.quality},
         )
 

@@ -2,7 +2,8 @@
 
     tap on the replica's stream -> copy on the same stream -> wait for that stream alone -> TappedBatch on the drafter's device
 
-A target over several devices has a stream on each. Target and drafter may share a device: their kernels are on different streams, and the allocator is told who still reads.
+A target over several devices has a stream on each. Target and drafter may share a device: their kernels are on different streams,
+and the allocator is told who still reads.
 """
 
 import dataclasses
