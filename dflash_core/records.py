@@ -204,7 +204,7 @@ class TrainState:
     step: int
     position: int
     weights: dict[str, Tensor]
-    moments: dict[str, Tensor]  # "<parameter>.exp_avg", "<parameter>.exp_avg_sq"
+    moments: dict[str, Tensor]  # by "<parameter>.<kind>": what the optimizer of that parameter keeps
     average: dict[str, Tensor] | None = None  # running mean of the weights, where the run has one
     counters: dict[str, Any] = field(default_factory=dict)  # ledger so far
 

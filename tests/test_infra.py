@@ -25,12 +25,12 @@ def load(name: str) -> Any:
 
 
 def flows() -> set[str]:
-    """Entry points of all flows, `flows/train.py:train`."""
+    """Entry points of all flows, `flows.train.train`."""
     found = set()
     for path in (ROOT / "flows").glob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.AsyncFunctionDef) and any("flow(" in ast.unparse(each) for each in node.decorator_list):
-                found.add(f"flows/{path.name}:{node.name}")
+                found.add(f"flows.{path.stem}.{node.name}")
     return found
 
 

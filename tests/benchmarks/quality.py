@@ -161,6 +161,7 @@ class Bench:
             if trainer.done:
                 break
         drafter, size = trainer.drafter, trainer.drafter.shape.block_size
+        drafter.load_state_dict(trainer.snapshot().drafter)  # with training.ema the running mean, as exports take it
         rounds = [
             replay_drafter(drafter, self.ends, text[:first], text[first:], taps, block_size=size)
             for text, first, taps in self.held_out

@@ -100,6 +100,7 @@ def test_mlflows_page_shows_the_runs(finished: dict[str, str], tmp_path: Path) -
 def test_the_python_code_of_the_readme_generates_with_a_drafter(finished: dict[str, str], target_dir: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     code = code.replace("configs/quickstart/target", str(target_dir)).replace("runs/quickstart", finished["run"])
+    code += "alone = target.generate(**inputs, do_sample=False, max_new_tokens=120)\n"
+    code += "assert ids.shape[1] > inputs['input_ids'].shape[1] and torch.equal(ids, alone)\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
