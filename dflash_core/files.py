@@ -14,6 +14,11 @@ from typing import IO, Any
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a network file system may answer
 
 
+def begins_at(path: str) -> str:
+    """For messages about a local path that is not there: where a relative one begins; nothing for others."""
+    return "" if Path(path).expanduser().is_absolute() or "://" in path else f" in {Path.cwd()}"
+
+
 def beside(path: Path) -> Path:
     """Where a file is written before it gets its name."""
     return path.with_name(path.name + ".partial")

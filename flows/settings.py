@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from dflash_core.config import Config, Places
+from dflash_core.files import begins_at
 from dflash_core.rundir import config_fingerprint
 from flows.mlflow_run import shown
 from flows.parameters import given
@@ -82,8 +83,10 @@ class _StrictLoader(yaml.SafeLoader):
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path!r}: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from error
+    except OSError as error:
+        raise ValueError(f"--config {path!r}: {error.strerror}{begins_at(path)}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--config {path!r}: no UTF-8 text") from error
     try:
         values = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:

@@ -21,9 +21,9 @@ from tests.fakes import IM_END, MASK, chats, make_config, save_target, write_jso
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"data": {"conversations": "tarin.jsonl"}}, r"data\.conversations 'tarin\.jsonl': no such path"),
-        ({"evaluation": {"prompts": "nowhere.jsonl"}}, r"evaluation\.prompts 'nowhere\.jsonl': no such file"),
-        ({"target": {"path": "no_such_model"}}, r"target\.path 'no_such_model': no such directory"),
+        ({"data": {"conversations": "tarin.jsonl"}}, rf"data\.conversations 'tarin\.jsonl': no such path in {Path.cwd()};"),
+        ({"evaluation": {"prompts": "nowhere.jsonl"}}, rf"evaluation\.prompts 'nowhere\.jsonl': no such file in {Path.cwd()}$"),
+        ({"target": {"path": "no_such_model"}}, rf"target\.path 'no_such_model': no such directory in {Path.cwd()},"),
         ({"target": {"attention": "flash_attention_2"}}, r"flash_attention_2 needs CUDA"),
         ({"drafter": {"target_layer_ids": [1, 3]}}, r"layer 3 is the last"),
         ({"drafter": {"target_layer_ids": [1, 4]}}, r"outside 0\.\.2 \(the target has 4 layers\)"),

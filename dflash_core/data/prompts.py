@@ -15,6 +15,7 @@ from typing import Any
 from dflash_core.config import EvaluationConfig, PromptSetConfig
 from dflash_core.data.sources import RawRow, locate, read_rows
 from dflash_core.data_config import SourceConfig
+from dflash_core.files import begins_at
 
 Messages = list[dict[str, Any]]
 
@@ -68,7 +69,7 @@ def read_prompt_sets(evaluation: EvaluationConfig) -> list[PromptSet]:
     sets = []
     if evaluation.prompts is not None:
         if not Path(evaluation.prompts).is_file():
-            raise ValueError(f"evaluation.prompts {evaluation.prompts!r}: no such file")
+            raise ValueError(f"evaluation.prompts {evaluation.prompts!r}: no such file{begins_at(evaluation.prompts)}")
         only = PromptSetConfig(path=evaluation.prompts)
         sets.append(_read("prompts", f"evaluation.prompts {evaluation.prompts!r}", only, evaluation.num_prompts))
     for name, settings in evaluation.prompt_sets.items():

@@ -23,7 +23,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 from dflash_core.data.json_values import array_values, is_array, object_or_lines
 from dflash_core.data_config import SourceConfig
-from dflash_core.files import file_sha256
+from dflash_core.files import begins_at, file_sha256
 
 Kind = Literal["lines", "json", "parquet", "arrow"]
 KINDS: dict[str, Kind] = {
@@ -105,7 +105,7 @@ def locate(source: SourceConfig) -> Location:
     if not scheme and HUB_ID.fullmatch(path) and _kind(path) is None and not os.path.isdir(path.split("/")[0]):
         return Location(hub=path)
     remedy = "" if scheme else "; a data set of the Hugging Face hub is written hf://owner/name"
-    raise ValueError(f"{complaint}: no such path{remedy}")
+    raise ValueError(f"{complaint}: no such path{begins_at(path)}{remedy}")
 
 
 def _exists(filesystem: Any, root: str, complaint: str) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dflash_core.config import TrainingConfig
 from dflash_core.devices import home, parts
+from dflash_core.files import begins_at
 from dflash_core.modeling.rope import drafter_rope
 from dflash_core.modeling.spread import spread
 from dflash_core.records import Batch, PlannedBatch, TappedBatch, TargetFacts
@@ -33,7 +34,7 @@ def read_facts(path: str) -> TargetFacts:
     from transformers import AutoConfig
 
     if not Path(path).is_dir() and path.count("/") != 1:
-        raise ValueError(f"target.path {path!r}: no such directory, and no hub id of the form owner/name")
+        raise ValueError(f"target.path {path!r}: no such directory{begins_at(path)}, and no hub id of the form owner/name")
     file = Path(path) / "config.json"
     if file.is_file():
         _check_no_drafter(json.loads(file.read_text(encoding="utf-8")), path)
