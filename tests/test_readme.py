@@ -15,6 +15,7 @@ RUN_BY = {  # a pattern of whole commands -> the test that runs them, or for `ma
     r"(DFLASH_COPIES=\S+ )?python -m flows\..*": FLOWS,
     r"make (up|down)": "tests/slow/test_operations.py::test_full_run_from_conversations_to_a_registered_drafter_and_again",
     r"make deploy": "tests/flows/test_deployment.py::test_make_deploy_brings_pool_queues_and_automations_and_may_be_repeated",
+    r"prefect deploy --all": "tests/flows/test_elsewhere.py::test_all_deployments_load_and_run_where_they_were_deployed",
     r"prefect worker start --pool dflash": "tests/flows/test_deployment.py::test_train_deployment_runs_to_completed",
     r"prefect deployment run 'full-run/full-run' .*": "tests/slow/test_operations.py::test_full_run_from_conversations_to_a_registered_drafter_and_again",
     r"prefect deployment run 'train/train' .*": "tests/flows/test_deployment.py::test_train_deployment_runs_to_completed",
