@@ -38,7 +38,7 @@ from dflash_core.training.trainer import Trainer
 from dflash_core.training.work import STAGES, Limits, Outcome, Work
 from tests.fakes import VOCAB, make_batch, make_config, save_target
 from tests.training import faults
-from tests.training.test_pipeline import FakeTrainer, planned, read, tap
+from tests.training.bench import FakeTrainer, planned, read, tap
 from tests.training.test_replicas import storm
 
 ITEMS, TRIALS = 120, 5

@@ -16,7 +16,7 @@ import anyio
 
 from dflash_core.records import PlannedBatch
 from dflash_core.training.pipeline import run_pipeline
-from tests.training.test_pipeline import LIMITS, Bench, Broken, FakeTrainer, planned, read, tap
+from tests.training.bench import LIMITS, Bench, Broken, FakeTrainer, planned, read, tap
 
 STAGES = ("plan", "read", "tap", "train", "log", "save")
 PLACES = {"first": 0, "middle": 7, "last": 15}

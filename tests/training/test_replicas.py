@@ -13,7 +13,7 @@ import torch
 
 from dflash_core.records import Batch, TappedBatch
 from tests.fakes import make_batch
-from tests.training.test_pipeline import LIMITS, Bench, Broken, FakeTrainer, planned, tap
+from tests.training.bench import LIMITS, Bench, Broken, FakeTrainer, planned, tap
 
 Tap = Callable[[Batch], TappedBatch]
 

@@ -13,7 +13,7 @@ import pytest
 
 from dflash_core.records import Batch, TappedBatch, TrainState
 from dflash_core.training.pipeline import run_pipeline
-from tests.training.test_pipeline import LIMITS, Bench, Broken, FakeTrainer, largest_gap, planned, read, tap
+from tests.training.bench import LIMITS, Bench, Broken, FakeTrainer, largest_gap, planned, read, tap
 
 EVERY_5 = replace(LIMITS, evaluate_every=5, evaluate_s=30.0)
 Wanted = Callable[[], bool]
