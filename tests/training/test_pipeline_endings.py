@@ -20,7 +20,7 @@ from tests.training.bench import LIMITS, Bench, Broken, FakeTrainer, planned, ta
 # ---- ending (3): errors ----------------------------------------------------------------------------------------------
 
 
-def breaking(error: BaseException, place: int, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def breaking(error: BaseException, place: int, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, except that call number `place` raises."""
     calls = itertools.count()
     lock = threading.Lock()
@@ -38,7 +38,7 @@ def breaking(error: BaseException, place: int, stage: str, function: Callable[..
 def test_an_error_while_the_last_window_is_applied() -> None:
     error = Broken("finish")
     trainer = FakeTrainer(accumulate=4)
-    trainer.finish = breaking(error, 0, "train", trainer.finish)  # type: ignore[method-assign]
+    trainer.finish = breaking(error, 0, trainer.finish)  # type: ignore[method-assign]
     bench = Bench(planned(6), trainer)
     with pytest.raises(Broken) as caught:
         bench.run()
@@ -75,7 +75,7 @@ def test_two_errors_at_once_are_both_told() -> None:
 
 def test_an_error_does_not_wait_for_the_rest_of_the_data() -> None:
     trainer = FakeTrainer(seconds=0.02)
-    shared = breaking(Broken("early"), 3, "tap", tap)
+    shared = breaking(Broken("early"), 3, tap)
     with pytest.raises(Broken):
         Bench(planned(None), trainer, taps=(shared, shared)).run(within=5.0)
     assert len(trainer.numbers) <= 4
