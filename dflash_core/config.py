@@ -82,7 +82,7 @@ class TrainingConfig(Section):
     accumulate: Count = Field(1, description="Micro-batches an optimizer step.")
     learning_rate: PositiveFloat = 6e-4
     warmup: Share = Field(0.04, description="Share of all steps that the learning rate rises.")
-    schedule: Literal["cosine", "wsd"] = Field("cosine", description="Of the learning rate; wsd: constant, then down to zero.")
+    schedule: Literal["cosine", "wsd"] = Field("wsd", description="Of the learning rate; wsd: constant, then down to zero.")
     decay: Share = Field(0.2, description="Share of all steps that the rate of wsd falls, linearly, at the end.")
     optimizer: Literal["adamw", "muon"] = Field(
         "muon", description="muon: for matrices; vectors stay with AdamW, at the same rate. adamw: for all."

@@ -1,6 +1,7 @@
 """The learning rate against values worked out by hand, and moments under their parameters' names."""
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from dflash_core.training.optimizer import Average, learning_rate, make_optimize
 
 
 def test_learning_rate_by_hand() -> None:
-    training = TrainingConfig(learning_rate=1.0, warmup=0.2)
+    training = TrainingConfig(learning_rate=1.0, warmup=0.2, schedule="cosine")
     rates = [learning_rate(step, total=10, training=training) for step in range(10)]
     # two warm-up steps, then half a cosine over eight
     cosine = [1.0, 0.961940, 0.853553, 0.691342, 0.5, 0.308658, 0.146447, 0.038060]
@@ -30,7 +31,7 @@ def test_warm_up_is_rounded_up_and_may_be_absent() -> None:
     training = TrainingConfig(learning_rate=2.0, warmup=0.04)
     assert learning_rate(0, total=30, training=training) == pytest.approx(1.0)  # 1.2 steps, so two
     assert learning_rate(1, total=30, training=training) == pytest.approx(2.0)
-    none = TrainingConfig(learning_rate=2.0, warmup=0.0)
+    none = TrainingConfig(learning_rate=2.0, warmup=0.0, schedule="cosine")
     assert learning_rate(0, total=30, training=none) == pytest.approx(2.0)
     assert learning_rate(15, total=30, training=none) == pytest.approx(1.0)
 
@@ -40,8 +41,10 @@ def test_all_of_the_run_may_be_warm_up() -> None:
     assert [learning_rate(step, total=4, training=training) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_beyond_the_last_step_the_rate_is_zero() -> None:
-    assert learning_rate(99, total=10, training=TrainingConfig(learning_rate=1.0)) == pytest.approx(0.0, abs=1e-12)
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_beyond_the_last_step_the_rate_is_zero(schedule: Literal["cosine", "wsd"]) -> None:
+    training = TrainingConfig(learning_rate=1.0, schedule=schedule)
+    assert learning_rate(99, total=10, training=training) == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

@@ -130,6 +130,7 @@ def test_a_step_is_the_written_adamw_on_the_windows_mean(build: Any, ends: Targe
         "betas": (0.8, 0.9),
         "learning_rate": 0.01,
         "optimizer": "adamw",
+        "schedule": "cosine",
     }
     trainer, reference = build(total_steps=10, **settings), new_drafter(make_shape(), 0)
     first = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
