@@ -30,7 +30,8 @@ STEP = re.compile(r"^step-(\d{8})$")
 
 def environment(*, ranks: int = 1) -> dict[str, Any]:
     """What bit-identical arithmetic depends on besides the config: stored, and compared on resume."""
-    packages = {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")}
+    packages = {name: version(name) for name in ("transformers", "numpy", "safetensors")}
+    packages["torch"] = torch.__version__  # with its build, +cpu or +cu130, which the package's own version may lack
     return {"python": platform.python_version(), "machine": platform.machine(), "threads": 1, "ranks": ranks, **packages}
 
 
