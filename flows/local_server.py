@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 AGAIN = 3  # times that one that ended is started anew: the first on a machine make the tables of one file, and not together
+PATIENCE_S = 120  # the first start makes the tables: 20 s, Prefect's own limit, are too few on a slow or busy machine
 STARTED: list[str] = []  # addresses: pages there are gone with this process
 
 
@@ -46,11 +47,12 @@ class LocalServer:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     def wait(self) -> None:
-        """Until it answers. Raises RuntimeError where it ends before, or takes longer than Prefect's own limit."""
+        """Until it answers. Raises RuntimeError where it ends before, or takes longer than both Prefect's limit and PATIENCE_S."""
         import httpx
         from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS as LIMIT
 
-        end, again = time.monotonic() + LIMIT.value(), AGAIN
+        limit, again = max(LIMIT.value(), PATIENCE_S), AGAIN
+        end = time.monotonic() + limit
         while time.monotonic() < end:
             if self._child.poll() is not None:
                 if again == 0:
@@ -63,7 +65,7 @@ class LocalServer:
             except httpx.TransportError:
                 pass
             time.sleep(0.1)
-        raise RuntimeError(f"Prefect's temporary server did not answer within {LIMIT.value()} s (exit code {self._child.poll()})")
+        raise RuntimeError(f"Prefect's temporary server did not answer within {limit} s (exit code {self._child.poll()})")
 
     def stop(self) -> None:
         """Ends it; again: nothing."""
