@@ -175,7 +175,12 @@ def start(environment: dict[str, str], config: Path, overrides: dict[str, object
         [*PREFECT, "deployment", "run", "train/train", "--params", "-"],
         cwd=ROOT, env=environment, stdin=parameters.open(), capture_output=True, text=True, check=True, timeout=PATIENCE_S,
     ).stdout  # fmt: skip
-    return next(line.split()[-1] for line in out.splitlines() if "UUID" in line)
+    return run_id_in(out)
+
+
+def run_id_in(printed: str) -> str:
+    """The id of the run that `prefect deployment run` says it made."""
+    return next(line.split()[-1] for line in printed.splitlines() if "UUID" in line)
 
 
 def final_state(environment: dict[str, str], run_id: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ import yaml
 
 from tests import fakes
 from tests.flows.conftest import ROOT, process
-from tests.flows.test_deployment import PREFECT, ask, final_state, prefect, wait_until
+from tests.flows.test_deployment import PREFECT, ask, final_state, prefect, run_id_in, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -79,8 +79,7 @@ def test_all_deployments_load_and_run_where_they_were_deployed(elsewhere: tuple[
 def test_a_config_that_is_not_there_is_refused_with_the_directory(elsewhere: tuple[dict[str, str], Path]) -> None:
     environment, work = elsewhere
     out = prefect(environment, "deployment", "run", "prepare/prepare", "-p", "config=configs/none.yaml", cwd=Path("/"))
-    run_id = next(line.split()[-1] for line in out.splitlines() if "UUID" in line)
-    state = final_state(environment, run_id)
+    state = final_state(environment, run_id_in(out))
     assert state["type"] == "FAILED"
     assert f"--config 'configs/none.yaml': No such file or directory in {work}" in state["message"]
 
