@@ -7,7 +7,9 @@ environment defaults set. Without PREFECT_API_URL the flow runs against Prefect'
 """
 
 import argparse
+import atexit
 import errno
+import gc
 import os
 import shlex
 import shutil
@@ -141,7 +143,21 @@ def read_command_line(
         os.environ.setdefault(key, value)
     dumped = resolved.config.model_dump(mode="json")
     overrides = {key: dig(dumped, key) for key in values}
+    keep_imports()
     return Command(path=path, overrides=overrides, fresh=is_fresh, config=resolved.config, options=special)
+
+
+def keep_imports() -> None:
+    """To be called before the large imports. What comes with them stays until the process ends: to search it for garbage, while
+    it grows and once more at the end, would take seconds."""
+    gc.disable()
+    atexit.register(gc.freeze)
+
+
+def begin_work() -> None:
+    """All is imported: from here on garbage is collected again, without what is there already."""
+    gc.freeze()
+    gc.enable()
 
 
 def run_flow(
@@ -174,6 +190,7 @@ def run_flow(
         if server is not None:
             server.wait()
             settings[PREFECT_API_URL] = server.api
+        begin_work()
         with temporary_settings(settings):
             anyio.run(partial(flow, config=command.path, overrides=command.overrides, **parameters))
     except CancelledRun as stopped:
@@ -192,6 +209,7 @@ def run_plain(work: Callable[[Config], None], command: Command) -> NoReturn:
     from flows import console
 
     console.attach()
+    begin_work()
     try:
         work(command.config)
     except (ValueError, OSError) as error:

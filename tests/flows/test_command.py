@@ -109,6 +109,47 @@ def test_sigterm_saves_and_the_same_command_goes_on(run_file: Path, tmp_path: Pa
     assert client.get_run(identity).data.metrics["acceptance_length"] == report["acceptance_length"]
 
 
+COLLECTING = """
+import gc, weakref
+from flows.command import read_command_line, run_flow, run_plain
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+command = read_command_line("train", "")
+print("importing", gc.isenabled())
+
+def work(*_, **__):
+    made = weakref.ref(Cycle())
+    gc.collect()
+    print("working", gc.isenabled(), made() is None, gc.get_freeze_count() > 1000)
+
+async def flow(**_):
+    work()
+
+run_plain(work, command) if RUNNER == "run_plain" else run_flow(flow, command, check=lambda config: None)
+"""
+
+
+@pytest.mark.parametrize("runner", ["run_plain", "run_flow"])
+def test_garbage_is_collected_while_a_command_works_though_not_while_it_imports(
+    runner: str, run_file: Path, tmp_path: Path
+) -> None:
+    """What was imported is left out: its last search alone, at the end of the process, took seconds."""
+    environment = clean_environment(tmp_path / "prefect") | {"PREFECT_API_URL": "http://127.0.0.1:9/api"}  # starts no server
+    script = tmp_path / "collecting.py"
+    script.write_text(COLLECTING.replace("RUNNER", repr(runner)))
+    line = [sys.executable, str(script), "--config", str(run_file)]
+    done = subprocess.run(
+        line, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    assert first == "importing False"
+    assert last == "working True True True"
+
+
 def test_a_full_disk_is_one_line_and_any_other_error_of_the_system_stays_itself(tmp_path: Path) -> None:
     config = fakes.make_config(tmp_path, tmp_path / "target", places={"runs": str(tmp_path / "not" / "made")})
     words = command._bad_input(OSError(errno.ENOSPC, "No space left on device"), config)

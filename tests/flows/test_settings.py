@@ -1,7 +1,9 @@
 """flows.settings and flows.command: file < environment (places only) < command line; unknown keys are errors in all three."""
 
 import functools
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,13 @@ from flows.settings import QUICKSTART, known_keys, load_config
 
 
 @pytest.fixture(autouse=True)
-def only_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def only_our_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("DFLASH_RUNS", "DFLASH_MLFLOW_URI", "DFLASH_COPIES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ENVIRONMENT_DEFAULTS.items():  # set by read_command_line; undone after the test
         monkeypatch.setenv(name, value)
+    yield
+    gc.enable()  # read_command_line leaves it off for the imports that follow
 
 
 def command(run_file: Path, *options: str) -> Command:
