@@ -5,19 +5,19 @@ SERVING := .venv-serving
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # modules are compiled on first import, not by each of the many processes
 
 .PHONY: quickstart deploy up down install test test-slow test-serving test-gpu lint clean
 
 quickstart: install
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m flows.train --config configs/quickstart.yaml
+	$(BIN)/python -m flows.train --config configs/quickstart.yaml
 
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 
 install: $(VENV)/.installed
 
 # The pins as they are (torch, which is as large as the rest, beside them), and last what this platform still lacks: three times
-# faster than resolving. Where the index has a CPU build of that torch, it is taken. --no-compile: modules are compiled on import, once
-# if Python may write that down; else each of a run's processes compiles Prefect, MLflow and torch anew.
+# faster than resolving. Where the index has a CPU build of that torch, it is taken. --no-compile: modules are compiled on import.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed '/^# development/,$$d; /^torch==/d' constraints.txt > $(VENV)/pins.txt
