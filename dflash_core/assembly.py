@@ -12,10 +12,8 @@ All of it is plain Python without Prefect or MLflow; `flows` calls these functio
 """
 
 import dataclasses
-import json
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -52,8 +50,9 @@ from dflash_core.sizes import batch_bytes, needs_teacher, resolve, total_steps
 from dflash_core.training.checkpoint import clean, environment, latest, load_checkpoint, prune, save_checkpoint
 from dflash_core.training.gang import Gang
 from dflash_core.training.metrics import MetricsFile
-from dflash_core.training.observation import Observation, bottleneck, observe
+from dflash_core.training.observation import observe
 from dflash_core.training.pipeline import run_pipeline
+from dflash_core.training.result import Lap, ledger, make_result
 from dflash_core.training.timeline import write_timeline
 from dflash_core.training.trainer import Trainer
 from dflash_core.training.transfer import Carrier
@@ -108,7 +107,7 @@ async def train(
 
     `gang`: the ranks that do so together, of which this is one; rank 0 writes the run's files, others their own under ranks/.
     """
-    lap = _Lap({"imports": round(imports_s, 3)})
+    lap = Lap({"imports": round(imports_s, 3)})
     facts = read_facts(config.target.path)
     with opening.open_data(config, run, vocab_size=facts.vocab_size) as dataset:
         lap("open")
@@ -122,7 +121,7 @@ async def _train_on(
     facts: TargetFacts,
     stop: anyio.Event,
     on_step: Callable[[StepMetrics, int], None],
-    lap: "_Lap",
+    lap: Lap,
     gang: Gang,
 ) -> TrainResult:
     if gang.rank == 0:
@@ -175,17 +174,22 @@ async def _train_on(
     try:
         await run_pipeline(work, _limits(config, gang), observation, stop, outcome)
     except Exception as error:
-        error.add_note(f"micro-batches of this process: {_ledger(trainer, outcome)}")
+        error.add_note(f"micro-batches of this process: {ledger(trainer, outcome)}")
         raise
     finally:
         metrics_file.close()
         write_timeline(own.timeline, observation.clocks.values())
-    lap.seconds["first_batch"] = round(outcome.first_batch_s, 3)
-    lost = {"steps": metrics_file.lost_steps, "tokens": metrics_file.lost_tokens}
-    pipeline = {**observation.summary(), "lost_at_restart": lost, **_saves_and_failures(outcome)}
-    ledger = _ledger(trainer, outcome)
-    result = _result(config, own, trainer, outcome, observation, lap.seconds, pipeline, ledger, departures)
-    result = dataclasses.replace(result, evaluation=watch.summary(outcome) if watch else None)
+    result = make_result(
+        own,
+        trainer,
+        outcome,
+        observation,
+        metrics_file,
+        anchors_per_row=config.training.anchors_per_row,
+        startup_s=lap.seconds,
+        departures=departures,
+        evaluation=watch.summary(outcome) if watch else None,
+    )
     write_json(own.training, dataclasses.asdict(result))
     return result
 
@@ -260,19 +264,6 @@ def _limits(config: Config, gang: Gang) -> Limits:
     )
 
 
-class _Lap:
-    """Seconds between calls, by name."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.seconds = seconds
-        self._last = time.perf_counter()
-
-    def __call__(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] = round(now - self._last, 3)
-        self._last = now
-
-
 def _flops(config: Config, shape: DrafterShape, lengths: np.ndarray) -> dict[str, Any]:
     """What the model FLOP utilisation needs, where the peak of the devices is given."""
     if config.pipeline.peak_tflops is None:
@@ -311,54 +302,6 @@ def _resume(trainer: Trainer, run: RunDirectory, depends_on: dict[str, Any], ran
     for change in changed:
         LOG.warning("resumed with another %s: the rest is not bit-identical to an uninterrupted run", change)
     return changed
-
-
-def _result(
-    config: Config,
-    run: RunDirectory,
-    trainer: Trainer,
-    outcome: Outcome,
-    observation: Observation,
-    startup_s: dict[str, float],
-    pipeline: dict[str, Any],
-    ledger: dict[str, Any],
-    departures: tuple[str, ...],
-) -> TrainResult:
-    stages = {name: clock.as_dict() for name, clock in observation.clocks.items()}
-    rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    tokens, seconds = sum(row["tokens"] for row in rows), sum(row["seconds"] for row in rows)
-    checkpoint = latest(run.checkpoints)
-    each = observation.sums["tokens"] / max(1, observation.clocks["train"].items)
-    return TrainResult(
-        stopped=outcome.stopped,
-        saved=outcome.saved,
-        step=trainer.step,
-        total_steps=trainer.total_steps,
-        checkpoint=str(checkpoint or ""),
-        tokens=tokens,
-        tokens_per_second=round(tokens / seconds, 1) if seconds else 0.0,
-        startup_s=startup_s,
-        stages=stages,
-        bottleneck=bottleneck(stages, tokens=each, anchors=config.training.anchors_per_row),
-        pipeline=pipeline,
-        ledger=ledger,
-        departures=departures + trainer.departures,
-    )
-
-
-def _saves_and_failures(outcome: Outcome) -> dict[str, Any]:
-    seconds = {"clone_s": round(outcome.clone_s, 3), "longest_save_s": round(outcome.save_s, 3)}
-    counts = {"saves": outcome.saves, "saves_left_out": outcome.saves_left_out}
-    return {**counts, **seconds, "replica_failures": outcome.failures, "replica_rebuilds": outcome.rebuilds}
-
-
-def _ledger(trainer: Trainer, outcome: Outcome) -> dict[str, Any]:
-    """Micro-batches of this process, counted by the pipeline on one side and by the trainer on the other."""
-    applied = trainer.ledger["applied"]
-    skipped = {name.removeprefix("skipped: "): count for name, count in trainer.ledger.items() if name.startswith("skipped: ")}
-    returned = outcome.issued - outcome.consumed + trainer.open_micro_batches
-    assert outcome.issued == applied + sum(skipped.values()) + returned, (outcome, applied, skipped, returned)
-    return {"issued": outcome.issued, "applied": applied, "skipped": skipped, "returned": returned}
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------
