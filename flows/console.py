@@ -1,25 +1,21 @@
 """What a person sees: every line is a log record of the logger `flows`, so the run's log in Prefect has it too.
 
-say, show_*  -> logger "flows" -> console (command line only) and Prefect's run log
-Progress     -> a bar on a terminal, else a line now and then
+say, show_*  -> logger "flows" -> console (command line only) and Prefect's run log        (bars: progress.py)
 """
 
 import itertools
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.text import Text
 
 from dflash_core.decoding.report import DEFINITION, INTERVALS, acceptance_rows, served_rows, set_rows
-from dflash_core.records import Decision, Manifest, StepMetrics
+from dflash_core.records import Decision, Manifest
 from dflash_core.rundir import RunDirectory
 
 if TYPE_CHECKING:  # it imports pyarrow, and a deployment's flow must load at once
@@ -30,8 +26,7 @@ LOG.setLevel(logging.INFO)
 logging.getLogger("dflash_core.training.evaluations").setLevel(
     logging.INFO
 )  # a line an evaluation, where else only warnings are shown
-LINE_EVERY_S = 10.0
-_CONSOLE = Console(soft_wrap=True, highlight=False)
+CONSOLE = Console(soft_wrap=True, highlight=False)
 
 
 class _Lines(logging.Handler):
@@ -40,7 +35,7 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "on_console", True):
             prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-            _CONSOLE.print(prefix + record.getMessage(), markup=False)
+            CONSOLE.print(prefix + record.getMessage(), markup=False)
 
 
 def attach() -> None:
@@ -95,7 +90,7 @@ def _counts(counts: dict[str, int]) -> str:
 
 def show_preview(looks: Sequence["Look"], path: Path, dropped: dict[str, int]) -> None:
     """Rows with their supervised tokens in colour, or in [[ ]] where there is none; long stretches are shortened."""
-    plain = _CONSOLE.color_system is None
+    plain = CONSOLE.color_system is None
     for shown in looks:
         text = Text()
         for supervised, pieces in itertools.groupby(shown.pieces, key=lambda piece: piece.supervised):
@@ -104,8 +99,8 @@ def show_preview(looks: Sequence["Look"], path: Path, dropped: dict[str, int]) -
             for piece in pieces:
                 text.append(_shortened(piece.text), style=f"reverse {colour}" if piece.special else colour)
             text.append("]]" if plain and supervised else "")
-        _CONSOLE.print(Text(shown.headline, style="bold red" if shown.dropped else "bold"))
-        _CONSOLE.print(text, end="\n\n")
+        CONSOLE.print(Text(shown.headline, style="bold red" if shown.dropped else "bold"))
+        CONSOLE.print(text, end="\n\n")
     for reason, count in dropped.items():
         say(f"left out before tokenization: {count:,} x {reason}")
     mark = "in [[ ]]" if plain else "green"
@@ -118,77 +113,7 @@ def _shortened(text: str, *, most: int = 800) -> str:
     return f"{text[: most // 2]} ... {len(text) - most:,} characters ... {text[-most // 2 :]}"
 
 
-class _Live:
-    """A bar that is drawn while the block runs, on a terminal; elsewhere nothing is."""
-
-    def __init__(self, what: str, *columns: ProgressColumn, total: int | None, transient: bool = False) -> None:
-        self._live = _CONSOLE.is_terminal
-        numbers = TextColumn("{task.fields[numbers]}")
-        self._bar = Bar(
-            TextColumn(what), BarColumn(), MofNCompleteColumn(), numbers, *columns, console=_CONSOLE, transient=transient
-        )
-        self._task = self._bar.add_task(what, total=total, numbers="")
-        self._started = self._shown = time.monotonic()
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._bar.stop()
-
-
-class RowProgress(_Live):
-    """Conversations tokenized so far; call it now and then. The line is for runs that take long enough to be watched."""
-
-    def __init__(self, total: int) -> None:
-        super().__init__("tokenizing", total=total, transient=True)
-        self._total = total
-
-    def __call__(self, done: int) -> None:
-        """Shows how many are done, how fast, and how long the rest takes at that speed."""
-        now = time.monotonic()
-        rate = done / max(1e-9, now - self._started)
-        left = f"  {_duration((self._total - done) / rate)} left" if done else ""
-        numbers = f"{rate:,.0f} rows/s{left}"
-        if self._live:
-            self._bar.update(self._task, completed=done, numbers=numbers)
-        if now - self._shown >= LINE_EVERY_S:
-            LOG.info(f"tokenized {done:,}/{self._total:,}  {numbers}", extra={"on_console": not self._live})
-            self._shown = now
-
-
 # ---- regeneration ----------------------------------------------------------------------------------------------------
-
-
-class RegenerationProgress:
-    """Call it with where a regeneration stands, from any thread: rows, answers a second and what is left, now and then."""
-
-    def __init__(self) -> None:
-        self._started = self._shown = time.monotonic()
-        self._before = 0
-        self._tenth = -1
-
-    def __call__(self, progress: Any) -> None:
-        """Shows a line at the start, at each tenth, and when none came for a while."""
-        now = time.monotonic()
-        if self._tenth < 0:
-            self._started, self._before = now, progress.rows
-        tenth = 10 * (progress.rows_in - progress.left) // max(1, progress.rows_in)
-        wait = max(LINE_EVERY_S, 0.05 * (now - self._started))  # a long run writes fewer lines
-        if now - self._shown < (1.0 if tenth > self._tenth else wait) and progress.left and self._tenth >= 0:
-            return
-        self._shown, self._tenth = now, max(tenth, self._tenth)
-        text = f"answered {progress.rows:>{len(f'{progress.rows_in:,}')},}/{progress.rows_in:,}"
-        new, seconds = progress.rows - self._before, now - self._started
-        if new and seconds:
-            text += f"  {new / seconds:,.1f} rows/s  {progress.tokens / seconds:,.0f} tokens/s"
-            text += f"  {_duration(progress.left * seconds / new)} left" if progress.left else ""
-        if failures := sum(progress.failures.values()):
-            text += f"  requests sent again {failures:,}"
-        say(text)
 
 
 def show_regenerated(summary: dict[str, Any], next_command: str) -> None:
@@ -206,75 +131,6 @@ def show_regenerated(summary: dict[str, Any], next_command: str) -> None:
     for reason, count in summary["failures"].items():
         say(f"  sent again: {count:,} requests x {reason}")
     say(f"next: {next_command}")
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
-class Progress(_Live):
-    """Call it with every step, from any thread. Means are over the steps since the last display."""
-
-    def __init__(self) -> None:
-        super().__init__("training", TimeRemainingColumn(), total=None)
-        self.percent = 0.0
-        self._tenth = 0
-        self._sums = _Sums()
-
-    def __call__(self, metrics: StepMetrics, total: int) -> None:
-        """Takes one step in, and shows it when it is time."""
-        now = time.monotonic()
-        self._sums.add(metrics)
-        self.percent = 100 * metrics.step / total
-        tenth = 10 * metrics.step // total
-        wait = max(LINE_EVERY_S, 0.05 * (now - self._started))  # a long run writes fewer lines
-        if self._live:
-            self._bar.update(self._task, total=total, completed=metrics.step, numbers=self._sums.text(metrics))
-        if tenth > self._tenth or now - self._shown >= wait or metrics.step == total:
-            left = (total - metrics.step) * self._sums.seconds / self._sums.steps
-            eta = f"  {_duration(left)} left" if metrics.step < total and self._shown > self._started else ""
-            text = f"step {metrics.step:>{len(str(total))}}/{total}  {self._sums.text(metrics)}{eta}"
-            LOG.info(text, extra={"on_console": not self._live})
-            self._shown, self._tenth, self._sums = now, tenth, _Sums()
-
-
-class _Sums:
-    """Sums over the steps of one display."""
-
-    def __init__(self) -> None:
-        self.loss = self.weight = self.accepted = self.drafts = self.seconds = 0.0
-        self.steps = self.tokens = self.skipped = 0
-
-    def add(self, metrics: StepMetrics) -> None:
-        self.steps += 1
-        self.loss += metrics.loss_sum
-        self.weight += metrics.weight_sum
-        self.accepted += metrics.accepted_sum
-        self.drafts += metrics.drafting
-        self.seconds += metrics.seconds
-        self.tokens += metrics.tokens
-        self.skipped += sum(metrics.skipped.values())
-
-    def text(self, metrics: StepMetrics) -> str:
-        """`loss 2.31  simulated acceptance 3.10  5,120 tokens/s`."""
-        loss = self.loss / self.weight if self.weight else float("nan")
-        parts = [
-            f"loss {loss:.3f}",
-            f"simulated acceptance {1 + self.accepted / max(1, self.drafts):.2f}",
-            f"{self.tokens / self.seconds if self.seconds else 0:,.0f} tokens/s",
-        ]
-        busy = {name: metrics.observed[f"{name}_busy"] for name in ("read", "tap", "train") if f"{name}_busy" in metrics.observed}
-        if busy:
-            busiest = max(busy, key=lambda name: busy[name])
-            parts.append(f"{busiest} busy {busy[busiest]:.0%}")
-        if self.skipped:
-            parts.append(f"skipped micro-batches {self.skipped}")
-        return "  ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

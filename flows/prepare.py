@@ -34,6 +34,7 @@ from dflash_core.rundir import RunDirectory
 from flows import console
 from flows.copies import working_in
 from flows.parameters import UNCHANGED, Overrides
+from flows.progress import RowProgress
 from flows.running import RETRIES, Stopped, in_thread, load_core, stop_requests, stopped_state
 from flows.settings import QUICKSTART, load_config
 
@@ -123,7 +124,7 @@ async def _stop_parts(stop: anyio.Event, tokenizer: Any) -> None:
 
 async def _show_rows(total: int, tokenizer: Any, finished: list[Any]) -> None:
     """The display's clock. Workers elsewhere count only whole parts."""
-    with console.RowProgress(total) as progress:
+    with RowProgress(total) as progress:
         while True:
             progress(max(tokenizer.rows_done, sum(ledger.rows_in for ledger in finished)))
             await anyio.sleep(SHOW_EVERY_S)

@@ -18,7 +18,7 @@ from prefect.cache_policies import NO_CACHE
 
 from dflash_core.config import Config
 from dflash_core.decoding import regenerate as regeneration
-from flows import console
+from flows import console, progress
 from flows.parameters import UNCHANGED, Overrides
 from flows.running import Stopped, in_thread, stop_requests, stopped_state
 from flows.settings import QUICKSTART, load_config
@@ -27,7 +27,7 @@ from flows.settings import QUICKSTART, load_config
 @task(cache_policy=NO_CACHE)
 async def regenerate_answers(config: Config, stop: anyio.Event, fresh: bool) -> dict[str, Any]:
     """Answers every prompt that has no row yet; returns the summary."""
-    summary = await regeneration.regenerate(config, stop, console.RegenerationProgress(), fresh=fresh)
+    summary = await regeneration.regenerate(config, stop, progress.RegenerationProgress(), fresh=fresh)
     if summary["stopped"]:
         counts = summary["conversations"]
         raise Stopped(f"stopped with {counts['kept']} of {counts['rows_in']} conversations answered; they are kept")

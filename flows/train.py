@@ -26,6 +26,7 @@ from flows.evaluate import evaluate_export, report
 from flows.mlflow_run import tracking_uri
 from flows.parameters import UNCHANGED, Overrides, given
 from flows.prepare import prepare_shards
+from flows.progress import Progress
 from flows.running import RETRIES, Stopped, in_thread, load_core, stop_requests, stopped_state
 from flows.settings import QUICKSTART, load_config
 from flows.tracking import Tracker, open_store, send_rest, tracking
@@ -35,7 +36,7 @@ from flows.tracking import Tracker, open_store, send_rest, tracking
 async def train_drafter(config: Config, run: RunDirectory, stop: anyio.Event) -> dict[str, Any]:
     """The queue pipeline, from the newest checkpoint to the last step or a stop request."""
     core, imports_s = load_core()
-    with console.Progress() as progress:
+    with Progress() as progress:
         async with artifacts.following(lambda: progress.percent, "training"):
             if config.pipeline.ranks > 1:
                 result = await train_in_ranks(config, run, stop, progress)

@@ -11,8 +11,8 @@ import pytest
 from prefect.exceptions import CancelledRun
 
 from dflash_core.decoding.drive import Progress
-from flows import console
 from flows.prepare import prepare
+from flows.progress import RegenerationProgress
 from flows.regenerate import regenerate
 
 pytestmark = pytest.mark.usefixtures("api")
@@ -51,13 +51,13 @@ def test_one_config_can_regenerate_what_it_prepares(run_file: Path, tmp_path: Pa
 
 
 def test_a_stop_request_ends_as_stopped_and_the_next_run_goes_on(run_file: Path, monkeypatch) -> None:
-    class Stopping(console.RegenerationProgress):
+    class Stopping(RegenerationProgress):
         def __call__(self, progress: Progress) -> None:
             super().__call__(progress)
             if progress.rows == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(console, "RegenerationProgress", Stopping)
+    monkeypatch.setattr("flows.progress.RegenerationProgress", Stopping)
     with pytest.raises(CancelledRun, match=r"stopped with \d+ of 24 conversations answered; they are kept"):
         call(regenerate, run_file, overrides=SHORT)
     monkeypatch.undo()
