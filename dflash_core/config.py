@@ -276,6 +276,18 @@ class Places(Section):
     )
     copies: str | None = Field(None, description="s3:// place that every run is copied to, and fetched from; unset: nowhere.")
 
+    @field_validator("runs", "cache")
+    @classmethod
+    def _local(cls, directory: str | None) -> str | None:
+        if directory is not None and "://" in directory:
+            raise ValueError("no directory of this machine; places.copies keeps a copy of every run on S3")
+        return directory
+
+    @field_validator("mlflow_uri")
+    @classmethod
+    def _blank_is_unset(cls, uri: str | None) -> str | None:
+        return (uri or "").strip() or None
+
     @field_validator("copies")
     @classmethod
     def _on_s3(cls, copies: str | None) -> str | None:
@@ -290,7 +302,9 @@ class Places(Section):
 class Config(Section):
     """A complete run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(description="Directory under places.runs.")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = Field(
+        description="Directory under places.runs."
+    )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     target: TargetConfig
     data: DataConfig

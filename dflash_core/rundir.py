@@ -9,6 +9,7 @@ experiment is an error that shows the difference. `fresh` sets the old directory
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,8 @@ from typing import Any, Literal
 
 from dflash_core.config import Config, differences, experiment, fingerprint
 from dflash_core.files import beside, file_sha256, locked, write_json
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +190,7 @@ def _set_aside(root: Path) -> None:
         number += 1
     with hold(RunDirectory(root=root, state="resume")):
         os.rename(root, aside)
+    LOG.warning("the older run is kept in %s", aside)
 
 
 @contextmanager

@@ -43,22 +43,36 @@ async def following(percent: Callable[[], float], key: str) -> AsyncIterator[Non
     if FlowRunContext.get() is None:
         yield
         return
-    async with beside(_follow, percent, key):
-        yield
+    shown = _Shown(percent, key)
+    try:
+        async with beside(shown.follow):
+            yield
+    finally:
+        with anyio.move_on_after(UPDATE_EVERY_S, shield=True):  # a server that is away holds nothing up
+            await shown.update()
 
 
-async def _follow(percent: Callable[[], float], key: str) -> None:
-    shown = -1.0
-    artifact = None
-    while True:
-        now = round(percent(), 1)
+class _Shown:
+    """A progress artifact and what it shows."""
+
+    def __init__(self, percent: Callable[[], float], key: str) -> None:
+        self._percent, self._key = percent, key
+        self._artifact: Any = None
+        self._last = -1.0
+
+    async def follow(self) -> None:
+        while True:
+            await self.update()
+            await anyio.sleep(UPDATE_EVERY_S)
+
+    async def update(self) -> None:
+        now = round(self._percent(), 1)
         with _server_may_be_away():
-            if artifact is None:
-                artifact = await acreate_progress_artifact(progress=now, key=key, description=f"{key}, percent")
-            elif now != shown:
-                await aupdate_progress_artifact(artifact, progress=now)
-            shown = now
-        await anyio.sleep(UPDATE_EVERY_S)
+            if self._artifact is None:
+                self._artifact = await acreate_progress_artifact(progress=now, key=self._key, description=f"{self._key}, percent")
+            elif now != self._last:
+                await aupdate_progress_artifact(self._artifact, progress=now)
+            self._last = now
 
 
 async def show_report(report: dict[str, Any], run: RunDirectory, mlflow_page: str | None) -> None:

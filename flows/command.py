@@ -29,6 +29,7 @@ from dflash_core.config import Config
 from flows.settings import QUICKSTART, closest, config_yaml, dig, leaves, origin_comments, resolve
 
 DONE, BAD_INPUT, STOPPED, INTERRUPTED = 0, 2, 3, 130  # exit codes
+UNUSABLE = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)  # of a directory
 ENVIRONMENT_DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -198,7 +199,11 @@ def run_flow(
         console.say(f"{stopped}. To go on, run the same again: {again}")
         raise SystemExit(STOPPED) from None
     except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+        os._exit(INTERRUPTED)  # an ordinary exit would wait for the threads, whose work may take long
+    except RuntimeError as error:
+        if not str(error).startswith("Failed to reach API"):  # Prefect's words
+            raise
+        fail(f"{error}: start that server, or unset PREFECT_API_URL to use a temporary one")
     except (ValueError, OSError) as error:
         fail(_bad_input(error, command.config))
     raise SystemExit(DONE)
@@ -218,13 +223,16 @@ def run_plain(work: Callable[[Config], None], command: Command) -> NoReturn:
 
 
 def _leave(*_: Any) -> NoReturn:
-    """SIGTERM before and after the flow, which has its own receiver: an ordinary exit, so that the local server ends too."""
-    raise SystemExit(128 + signal.SIGTERM)
+    """SIGTERM before and after the flow, which has its own receiver. An exception could be swallowed by a library that is being
+    imported; the local server sees that this process is gone."""
+    os._exit(128 + signal.SIGTERM)
 
 
 def _bad_input(error: ValueError | OSError, config: Config) -> str:
     """What a user has to mend, in one line. Raises the error itself where it is none of that."""
     if isinstance(error, OSError):
+        if isinstance(error.filename, str) and error.errno in UNUSABLE and _is_around(Path(error.filename), config.places.runs):
+            return f"places.runs {config.places.runs!r}: {error.strerror}: {error.filename}; name a directory that can be written"
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(error):
             raise error
         runs = Path(config.places.runs).absolute()
@@ -234,6 +242,12 @@ def _bad_input(error: ValueError | OSError, config: Config) -> str:
     if not _is_ours(error):
         raise error
     return str(error)
+
+
+def _is_around(place: Path, runs: str) -> bool:
+    """Whether `place` is the directory of all runs, or one that holds it, or a file right in it."""
+    root = Path(runs).absolute()
+    return root.is_relative_to(place.absolute()) or place.absolute().parent == root
 
 
 def _is_ours(error: ValueError) -> bool:

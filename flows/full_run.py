@@ -31,13 +31,11 @@ from dflash_core.rundir import RunDirectory, config_fingerprint, open_run
 from flows import console
 from flows.parameters import UNCHANGED, Overrides, given
 from flows.prepare import prepare
-from flows.promote import promote
+from flows.promote import PROMOTION, promote
 from flows.regenerate import regenerate
 from flows.running import Stopped, in_thread, load_core, stop_requests, stopped_state
 from flows.settings import QUICKSTART, load_config
 from flows.train import train
-
-PROMOTION = "promotion.json"  # in the run directory: what its promotion decided
 
 
 def by_schedule() -> bool:

@@ -22,6 +22,7 @@ from dflash_core.rundir import RunDirectory, config_fingerprint
 from flows.local_server import STARTED
 
 EXPERIMENT = "dflash"
+STORES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")  # kinds of addresses that MLflow knows
 PARAM_LENGTH = 6000  # MLflow's limit
 TRIMMED = " ... (trimmed)"
 PASSWORD = re.compile(r"(://[^/:@\s]*):[^/@\s]*@")
@@ -43,10 +44,9 @@ def tracking_uri(config: Config) -> str | None:
     uri = config.places.mlflow_uri or f"sqlite:///{Path(config.places.runs).absolute() / 'mlflow.db'}"
     if uri == "none":
         return None
-    if urlsplit(uri).scheme in ("", "file"):
-        raise ValueError(
-            f"places.mlflow_uri {uri!r}: MLflow keeps no runs in plain files; use sqlite:///PATH, http(s)://HOST or none"
-        )
+    if (scheme := urlsplit(uri).scheme.partition("+")[0]) not in STORES:
+        found = "MLflow keeps no runs in plain files" if scheme in ("", "file") else f"MLflow has no store of the kind {scheme}"
+        raise ValueError(f"places.mlflow_uri {shown(uri)!r}: {found}; use sqlite:///PATH, http(s)://HOST or none")
     return uri
 
 

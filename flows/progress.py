@@ -15,6 +15,7 @@ from flows.console import CONSOLE, say
 
 LOG = logging.getLogger("flows")
 LINE_EVERY_S = 10.0
+WIDE = 140  # columns of a terminal
 
 
 class _Live:
@@ -23,9 +24,8 @@ class _Live:
     def __init__(self, what: str, *columns: ProgressColumn, total: int | None, transient: bool = False) -> None:
         self._live = CONSOLE.is_terminal
         numbers = TextColumn("{task.fields[numbers]}")
-        self._bar = Bar(
-            TextColumn(what), BarColumn(), MofNCompleteColumn(), numbers, *columns, console=CONSOLE, transient=transient
-        )
+        bar = [BarColumn()] if CONSOLE.width >= WIDE else []  # the numbers take what is left of the line
+        self._bar = Bar(TextColumn(what), *bar, MofNCompleteColumn(), *columns, numbers, console=CONSOLE, transient=transient)
         self._task = self._bar.add_task(what, total=total, numbers="")
         self._started = self._shown = time.monotonic()
 

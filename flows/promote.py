@@ -20,6 +20,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from dflash_core.config import Config
+from dflash_core.files import write_json
 from dflash_core.rundir import RunDirectory
 from flows import artifacts, console
 from flows.copies import working_in
@@ -28,11 +29,15 @@ from flows.registry import Champion, Registry, content_hash, open_registry
 from flows.running import Stopped, in_thread, load_core, stop_requests, stopped_state
 from flows.settings import QUICKSTART, load_config
 
+PROMOTION = "promotion.json"  # in the run directory: what its promotion decided
+
 
 @task(cache_policy=NO_CACHE)
 async def judge_drafter(config: Config, run: RunDirectory, champion: Champion | None, stop: anyio.Event) -> Any:
     """Verifies the export, and decodes the prompts with it and with the champion."""
     core, _ = load_core()
+    against = f", and with version {champion.version}, the champion" if champion else ""
+    console.say(f"decoding the evaluation prompts with and without {run.export}{against}")
     judgement = await core.judge(config, run, stop, champion=champion and champion.directory)
     if judgement is None:
         raise Stopped("stopped while measuring; nothing was registered")
@@ -78,20 +83,23 @@ async def promote(config: str = QUICKSTART, overrides: Overrides = UNCHANGED, dr
                     return {"promoted": False, "version": champion.version, "champion": champion.version, "reasons": {}}
                 judgement = await judge_drafter(settings, run, champion, stop)
                 version = None if dry_run else await register(settings, run, judgement, champion, registry)
+                decision = judgement.decision
+                result = {
+                    "promoted": decision.promoted,
+                    "version": version,
+                    "champion": version if decision.promoted and version else champion and champion.version,
+                    "reasons": {gate.name: gate.reason for gate in decision.gates if not gate.passed},
+                }
+                if version is not None:
+                    write_json(run.root / PROMOTION, result)
         except Stopped as reason:
             return stopped_state(reason)
-    decision = judgement.decision
     markdown = console.show_promotion(decision, registry.name, version=version, champion=champion and champion.version)
     await artifacts.show_promotion(markdown)
     if decision.promoted and version:
         parts = {"path": config, "overrides": given(overrides), "model": registry.name, "version": version}
         artifacts.announce(artifacts.PROMOTED, settings, run, **parts)
-    return {
-        "promoted": decision.promoted,
-        "version": version,
-        "champion": version if decision.promoted and version else champion and champion.version,
-        "reasons": {gate.name: gate.reason for gate in decision.gates if not gate.passed},
-    }
+    return result
 
 
 if __name__ == "__main__":

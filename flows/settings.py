@@ -53,8 +53,11 @@ def load_config(path: str, overrides: BaseModel | Mapping[str, Any] | None = Non
 
 def resolve(path: str, overrides: Mapping[str, Any], source: str) -> Resolved:
     """All layers together; `source` names where `overrides` came from. Raises ValueError, one line."""
-    values = _read_yaml(path)
-    origins = dict.fromkeys(leaves(values), path)
+    try:
+        values = _read_yaml(path)
+        origins = dict.fromkeys(leaves(values), path)
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deeply, or an anchor that holds itself") from None
     places = _read_environment()
     origins |= {f"places.{key}": f"environment {ENVIRONMENT}{key.upper()}" for key in places}
     _merge(values, {"places": places} if places else {})
@@ -89,7 +92,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise ValueError(f"--config {path!r}: no UTF-8 text") from error
     try:
         values = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that there is not
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise ValueError(f"{path}{where}: no valid YAML: {getattr(error, 'problem', error)}") from error

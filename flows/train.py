@@ -36,6 +36,8 @@ from flows.tracking import Tracker, open_store, send_rest, tracking
 async def train_drafter(config: Config, run: RunDirectory, stop: anyio.Event) -> dict[str, Any]:
     """The queue pipeline, from the newest checkpoint to the last step or a stop request."""
     core, imports_s = load_core()
+    if (checkpoint := core.latest(run.checkpoints)) is not None:
+        console.say(f"going on from {checkpoint.name}")
     with Progress() as progress:
         async with artifacts.following(lambda: progress.percent, "training"):
             if config.pipeline.ranks > 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from dflash_core.decoding.report import _evaluation_lines
 from dflash_core.measurement import run_side_by_side
 
 
@@ -81,3 +82,10 @@ def test_after_the_limit_they_are_ended_and_the_limit_is_named(tmp_path: Path) -
     assert isinstance(error, TimeoutError)
     assert "more than 3 s (pipeline.evaluation_s)" in str(error)
     assert not is_alive(file)
+
+
+def test_evaluations_that_were_never_due_are_said_to_be() -> None:
+    nothing = {"evaluations": [], "correlation": None, "best_step": None, "seconds": 0.0, "share": 0.0, "warnings": []}
+    (line,) = _evaluation_lines({**nothing, "left_out": 0, "given_up": 0})
+    assert "none was due" in line
+    assert _evaluation_lines(None) == []

@@ -62,7 +62,7 @@ def test_another_experiment_of_the_same_name_is_refused_with_old_and_new(config:
     assert (run.root / "run.json").read_bytes() == before
 
 
-def test_fresh_sets_the_old_run_aside_each_time(config: Config) -> None:
+def test_fresh_sets_the_old_run_aside_each_time(config: Config, caplog: pytest.LogCaptureFixture) -> None:
     run = open_run(config)
     (run.root / "kept").write_text("one")
     assert open_run(changed(config, seed=5), fresh=True).state == "new"
@@ -71,6 +71,7 @@ def test_fresh_sets_the_old_run_aside_each_time(config: Config) -> None:
     runs = run.root.parent
     assert {path.name for path in runs.iterdir()} == {"tiny", "tiny.old-1", "tiny.old-2"}
     assert [(runs / f"tiny.old-{i}" / "kept").read_text() for i in (1, 2)] == ["one", "two"]
+    assert caplog.messages == [f"the older run is kept in {runs}/tiny.old-{i}" for i in (1, 2)]
     assert not (run.root / "kept").exists()
     assert open_run(config).state == "resume"
 

@@ -165,6 +165,8 @@ def _evaluation_lines(evaluation: dict[str, Any] | None) -> list[str]:
     """Simulated beside real acceptance of every snapshot, how they go together, and what it cost."""
     if evaluation is None:
         return []
+    if not evaluation["evaluations"]:
+        return ["- none was due: during_training.eval_every is above the steps that were trained"]
     together = evaluation["correlation"]
     return [
         *table([_evaluation_row(one) for one in evaluation["evaluations"]]),

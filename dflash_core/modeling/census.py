@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dflash_core.modeling.target import read_config
+
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
@@ -25,10 +27,8 @@ class Census:
 
 
 def read_census(path: str) -> Census:
-    """The census of `config.json`; no weights are looked for."""
-    from transformers import AutoConfig
-
-    return census(AutoConfig.from_pretrained(path))
+    """The census of `config.json`; no weights are looked for. Raises ValueError as `read_config`."""
+    return census(read_config(path))
 
 
 def census(config: Any) -> Census:

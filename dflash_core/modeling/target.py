@@ -29,17 +29,27 @@ from dflash_core.records import Batch, PlannedBatch, TappedBatch, TargetFacts
 PADDING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # relative; other shapes round otherwise, layer after layer
 
 
-def read_facts(path: str) -> TargetFacts:
-    """Sizes and special tokens from the target's config files; no weights. Raises ValueError where it is unsupported."""
+def read_config(path: str) -> Any:
+    """The transformers config of a directory or hub id. Raises ValueError where none can be read, and for that of a drafter."""
     from transformers import AutoConfig
 
-    if not Path(path).is_dir() and path.count("/") != 1:
+    if not Path(path).is_dir() and (path.count("/") != 1 or path[0] in "/.~"):
         raise ValueError(f"target.path {path!r}: no such directory{begins_at(path)}, and no hub id of the form owner/name")
     file = Path(path) / "config.json"
     if file.is_file():
         _check_no_drafter(json.loads(file.read_text(encoding="utf-8")), path)
-    top = AutoConfig.from_pretrained(path)
+    try:
+        top = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"target.path {path!r}: no config of a transformers model that can be read: {words}") from error
     _check_no_drafter(vars(top), path)
+    return top
+
+
+def read_facts(path: str) -> TargetFacts:
+    """Sizes and special tokens from the target's config files; no weights. Raises ValueError where it is unsupported."""
+    top = read_config(path)
     config = top.get_text_config()
     layer = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config  # Gemma 4: kinds differ in size
     heads = layer.num_attention_heads

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from mlflow import MlflowClient
@@ -28,6 +30,15 @@ TRACEBACK = "Traceback (most recent call last)"
 def run_command(environment: dict[str, str], module: str, *options: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", f"flows.{module}", *options]
     return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def run_script(text: str, run_file: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """A command of its own around the real `run_flow`; it starts no server."""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    environment = clean_environment(tmp_path / "prefect") | {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, str(script), "--config", str(run_file)]
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -137,17 +148,109 @@ def test_garbage_is_collected_while_a_command_works_though_not_while_it_imports(
     runner: str, run_file: Path, tmp_path: Path
 ) -> None:
     """What was imported is left out: its last search alone, at the end of the process, took seconds."""
-    environment = clean_environment(tmp_path / "prefect") | {"PREFECT_API_URL": "http://127.0.0.1:9/api"}  # starts no server
-    script = tmp_path / "collecting.py"
-    script.write_text(COLLECTING.replace("RUNNER", repr(runner)))
-    line = [sys.executable, str(script), "--config", str(run_file)]
-    done = subprocess.run(
-        line, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
-    )
+    done = run_script(COLLECTING.replace("RUNNER", repr(runner)), run_file, tmp_path)
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()
     assert first == "importing False"
     assert last == "working True True True"
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+import anyio
+from flows.command import read_command_line, run_flow
+from flows.running import stop_requests
+
+async def flow(**_):
+    async with stop_requests() as stop, anyio.create_task_group() as group:
+        group.start_soon(anyio.to_thread.run_sync, time.sleep, 60)
+        await anyio.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        await stop.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+        await anyio.sleep(60)
+
+run_flow(flow, read_command_line("train", ""), check=lambda config: print("begun", time.time(), flush=True))
+"""
+
+
+def test_a_second_interrupt_leaves_at_once_whatever_a_thread_is_doing(run_file: Path, tmp_path: Path) -> None:
+    done = run_script(INTERRUPTED, run_file, tmp_path)
+    assert done.returncode == 130, done.stderr
+    assert TRACEBACK not in done.stderr
+    assert time.time() - float(done.stdout.split()[1]) < 15
+
+
+SWALLOWING = """
+import os, signal
+from flows.command import read_command_line, run_flow
+
+def check(config):
+    try:  # as imports of optional packages do
+        os.kill(os.getpid(), signal.SIGTERM)
+    except:
+        pass
+
+async def flow(**_):
+    print("the flow began", flush=True)
+
+run_flow(flow, read_command_line("train", ""), check=check)
+"""
+
+
+def test_a_stop_request_before_the_flow_is_not_swallowed_by_what_is_imported(run_file: Path, tmp_path: Path) -> None:
+    done = run_script(SWALLOWING, run_file, tmp_path)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert done.stdout == ""
+
+
+SERVING = """
+import os, sys, time
+from flows.local_server import LocalServer
+
+server = LocalServer()
+server.wait()
+with open(sys.argv[1], "w") as file:
+    print(server._child.pid, server.api, file=file)
+time.sleep(100)
+"""
+
+
+def test_the_temporary_server_needs_no_output_and_dies_with_a_killed_command(tmp_path: Path) -> None:
+    script, found, log = tmp_path / "script.py", tmp_path / "found", tmp_path / "log"
+    script.write_text(SERVING)
+    environment = clean_environment(tmp_path / "prefect") | {"PYTHONPATH": str(ROOT)}
+    with process(["sh", "-c", f"exec {sys.executable} {script} {found} >&-"], environment, log) as child:
+        wait_for("the server", lambda: found.is_file() and found.read_text().endswith("\n"), child, log)
+        server, api = found.read_text().split()
+        assert httpx.get(f"{api}/health").status_code == 200
+        child.kill()
+        child.wait(10)
+        end = time.monotonic() + 10
+        while Path(f"/proc/{server}").exists() and time.monotonic() < end:
+            time.sleep(0.1)
+    assert not Path(f"/proc/{server}").exists(), log.read_text()
+
+
+@pytest.mark.parametrize(
+    "place, number",
+    [("file", errno.EEXIST), ("file", errno.ENOTDIR), ("", errno.EACCES), ("file/runs/mlflow.db.lock", errno.EROFS)],
+)
+def test_a_place_of_runs_that_cannot_be_used_is_one_line(place: str, number: int, tmp_path: Path) -> None:
+    config = fakes.make_config(tmp_path, tmp_path / "target", places={"runs": str(tmp_path / "file" / "runs")})
+    words = command._bad_input(OSError(number, os.strerror(number), str(tmp_path / place)), config)
+    assert words.startswith(f"places.runs '{tmp_path}/file/runs': {os.strerror(number)}: {tmp_path / place}")
+    with pytest.raises(OSError, match="elsewhere"):
+        command._bad_input(OSError(number, os.strerror(number), str(tmp_path / "elsewhere")), config)
+
+
+def test_a_server_that_cannot_be_reached_is_one_line(run_file: Path, tmp_path: Path) -> None:
+    environment = clean_environment(tmp_path / "prefect") | {"PREFECT_API_URL": "http://127.0.0.1:9/api"}
+    done = run_command(environment, "train", "--config", str(run_file))
+    assert done.returncode == 2
+    assert TRACEBACK not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: Failed to reach API at http://127.0.0.1:9/api")
+    assert "unset PREFECT_API_URL" in done.stderr
 
 
 def test_a_full_disk_is_one_line_and_any_other_error_of_the_system_stays_itself(tmp_path: Path) -> None:

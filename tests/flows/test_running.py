@@ -36,26 +36,6 @@ async def test_signal_sets_the_event_and_handlers_come_back(number: signal.Signa
     assert signal.getsignal(number) is before
 
 
-def test_a_second_interrupt_leaves_at_once() -> None:
-    """Beside a blocking call that nobody waits for any more."""
-    ended = threading.Event()
-
-    async def work() -> None:
-        async with stop_requests() as stop, anyio.create_task_group() as group:
-            group.start_soon(anyio.to_thread.run_sync, ended.wait, 20)
-            await anyio.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGINT)
-            await stop.wait()
-            os.kill(os.getpid(), signal.SIGINT)
-            await anyio.sleep(20)
-
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        anyio.run(work)
-    assert time.monotonic() - start < 5
-    ended.set()
-
-
 async def test_inner_flow_shares_the_outer_event() -> None:
     async with stop_requests() as outer:
         async with stop_requests() as inner:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dflash_core.config import TrainingConfig
+from dflash_core.modeling.census import read_census
 from dflash_core.modeling.target import TapReplica, check_padding, choose_attention, load_ends, load_model, read_facts
 from dflash_core.records import Batch
 from tests import fakes
@@ -251,6 +253,17 @@ def test_unsupported_rope_is_refused_by_name(target_dir: Path, tmp_path: Path) -
 def test_missing_target_is_named() -> None:
     with pytest.raises(ValueError, match=r"target.path 'no_such_dir': no such directory"):
         read_facts("no_such_dir")
+    with pytest.raises(ValueError, match=r"target.path '/nope': no such directory"):
+        read_facts("/nope")
+
+
+@pytest.mark.parametrize("read", [read_facts, read_census])
+def test_a_directory_that_is_no_model_is_named(read: Callable[[str], object], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"^target\.path '{tmp_path}': no config of a transformers model .*[^\n]*$"):
+        read(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "heron"}')
+    with pytest.raises(ValueError, match=rf"^target\.path '{tmp_path}': no config of a transformers model .*heron"):
+        read(str(tmp_path))
 
 
 def test_attention_choice() -> None:
