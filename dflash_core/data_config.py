@@ -16,7 +16,7 @@ def _no_truth(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=2**53)]
+Count = Annotated[int, Field(ge=1, le=2**53), BeforeValidator(_no_truth)]
 
 
 class Section(BaseModel):

@@ -159,7 +159,9 @@ def _format(files: DrafterFiles) -> Iterator[Finding]:
             ALL, "note", "auto_map names code, which AutoModel runs with trust_remote_code alone; vLLM and SGLang do not"
         )
     yield _found(
-        GENERATE, "note", "cannot draft with it: as an assistant model it would be a Qwen3 with random embedding and head"
+        GENERATE,
+        "note",
+        "takes it from load_export of this package; opened by AutoModel it would be a Qwen3 with random embedding and head",
     )
 
 

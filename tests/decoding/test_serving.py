@@ -38,7 +38,7 @@ def test_our_own_export_is_served_as_trained_by_all(export: Path) -> None:
         ("transformers (z-lab)", "no auto_map: opened by z-lab's own class, not by AutoModel; the other engines need none"),
         (
             "transformers generate",
-            "cannot draft with it: as an assistant model it would be a Qwen3 with random embedding and head",
+            "takes it from load_export of this package; opened by AutoModel it would be a Qwen3 with random embedding and head",
         ),
         ("vLLM", f"block_size is not read, the option counts: {vllm_command('some/target', str(export), 4)}"),
         ("SGLang", f"counts the anchor, too: {sglang_command('some/target', str(export), 4)}"),

@@ -93,7 +93,8 @@ def test_deployments_are_described_tagged_typed_and_limited(worker: dict[str, st
         assert "dflash" in row["tags"], name
         assert row["enforce_parameter_schema"], name
         form = row["parameter_openapi_schema"]
-        assert form["definitions"]["Training"]["properties"]["epochs"] == {"minimum": 1, "title": "epochs", "type": "integer"}
+        epochs = {"minimum": 1, "maximum": 2**53, "title": "epochs", "type": "integer"}
+        assert form["definitions"]["Training"]["properties"]["epochs"] == epochs
         assert form["properties"]["config"]["description"].startswith("The run, a YAML file"), name
     assert found["train"]["work_queue_name"] == "gpu"
     assert found["prepare"]["global_concurrency_limit"]["limit"] == 1
