@@ -29,7 +29,8 @@ from dflash_core.config import Config
 from flows.settings import QUICKSTART, closest, config_yaml, dig, leaves, origin_comments, resolve
 
 DONE, BAD_INPUT, STOPPED, INTERRUPTED = 0, 2, 3, 130  # exit codes
-UNUSABLE = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)  # of a directory
+NO_DIRECTORY = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR)
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 ENVIRONMENT_DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -231,7 +232,7 @@ def _leave(*_: Any) -> NoReturn:
 def _bad_input(error: ValueError | OSError, config: Config) -> str:
     """What a user has to mend, in one line. Raises the error itself where it is none of that."""
     if isinstance(error, OSError):
-        if isinstance(error.filename, str) and error.errno in UNUSABLE and _is_around(Path(error.filename), config.places.runs):
+        if _keeps_no_runs(error, Path(config.places.runs).absolute()):
             return f"places.runs {config.places.runs!r}: {error.strerror}: {error.filename}; name a directory that can be written"
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(error):
             raise error
@@ -244,10 +245,14 @@ def _bad_input(error: ValueError | OSError, config: Config) -> str:
     return str(error)
 
 
-def _is_around(place: Path, runs: str) -> bool:
-    """Whether `place` is the directory of all runs, or one that holds it, or a file right in it."""
-    root = Path(runs).absolute()
-    return root.is_relative_to(place.absolute()) or place.absolute().parent == root
+def _keeps_no_runs(error: OSError, runs: Path) -> bool:
+    """Whether the directory of all runs cannot be made, or nothing can be written right in it."""
+    if not isinstance(error.filename, str):
+        return False
+    place = Path(error.filename).absolute()
+    if runs.is_relative_to(place):
+        return error.errno in NO_DIRECTORY + NOT_WRITABLE
+    return place.parent == runs and error.errno in NOT_WRITABLE
 
 
 def _is_ours(error: ValueError) -> bool:

@@ -41,7 +41,7 @@ from flows.tracking import Tracker, tracking
 async def evaluate_export(config: Config, run: RunDirectory, stop: anyio.Event) -> AcceptanceReport:
     """Decodes the prompts with and without the exported drafter, in a fresh process."""
     core, _ = load_core()
-    console.say(f"decoding the evaluation prompts with and without {run.export}, fresh processes: {config.evaluation.processes}")
+    console.say(f"decoding the evaluation prompts, fresh processes: {config.evaluation.processes}")
     acceptance = await core.evaluate(config, run, stop)
     if acceptance is None:
         raise Stopped("stopped while evaluating; the export is there")

@@ -36,8 +36,8 @@ PROMOTION = "promotion.json"  # in the run directory: what its promotion decided
 async def judge_drafter(config: Config, run: RunDirectory, champion: Champion | None, stop: anyio.Event) -> Any:
     """Verifies the export, and decodes the prompts with it and with the champion."""
     core, _ = load_core()
-    against = f", and with version {champion.version}, the champion" if champion else ""
-    console.say(f"decoding the evaluation prompts with and without {run.export}{against}")
+    against = f", also with version {champion.version}, the champion" if champion else ""
+    console.say(f"decoding the evaluation prompts{against}; fresh processes: {config.evaluation.processes}")
     judgement = await core.judge(config, run, stop, champion=champion and champion.directory)
     if judgement is None:
         raise Stopped("stopped while measuring; nothing was registered")

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from dflash_core.decoding.report import _evaluation_lines
+from dflash_core.decoding.report import _data_lines, _evaluation_lines, _micro_batches
 from dflash_core.measurement import run_side_by_side
 
 
@@ -89,3 +89,15 @@ def test_evaluations_that_were_never_due_are_said_to_be() -> None:
     (line,) = _evaluation_lines({**nothing, "left_out": 0, "given_up": 0})
     assert "none was due" in line
     assert _evaluation_lines(None) == []
+
+
+def test_ledgers_are_read_as_words() -> None:
+    none = {"issued": 37, "applied": 12, "skipped": {}, "returned": 25}
+    assert _micro_batches(none) == "37 issued, 12 trained, skipped 0, 25 read ahead and not trained"
+    some = {"issued": 1012, "applied": 1010, "skipped": {"no rows": 2}, "returned": 0}
+    assert _micro_batches(some) == "1,012 issued, 1,010 trained, 2 x no rows, none left over"
+    conversations = {"rows_in": 1060, "kept": 1056, "cut": 0, "dropped": {"unknown role": 3, "no messages": 1}}
+    data = {"rows": 1056, "tokens": 5000, "supervised": 3000, "shards": 1}
+    first, second = _data_lines({"data": data, "ledger": {"conversations": conversations}})
+    assert first.endswith("3,000 supervised, 1 shard")
+    assert second == "- conversations in 1,060, kept 1,056, cut 0, dropped: 3 x unknown role, 1 x no messages"

@@ -197,7 +197,7 @@ def _training_lines(report: dict[str, Any]) -> list[str]:
         f"- {training['step']} of {training['total_steps']} steps, {training['tokens']:,} real tokens, {report['tokens_per_second']:,.0f} tokens/s",
         f"- start-up: {', '.join(f'{name} {seconds:.2f} s' for name, seconds in report['startup_s'].items())}",
         f"- bottleneck: {report['bottleneck']}",
-        f"- micro-batches: {report['ledger']['micro_batches']}",
+        f"- micro-batches of the last process: {_micro_batches(report['ledger']['micro_batches'])}",
         *(f"- departure from exact resume: {change}" for change in training["departures"]),
         "",
         "| stage | workers | items | busy s | starved s | blocked s |",
@@ -209,9 +209,21 @@ def _training_lines(report: dict[str, Any]) -> list[str]:
     ]
 
 
+def _micro_batches(ledger: dict[str, Any]) -> str:
+    skipped = _counts(ledger["skipped"], none="skipped 0")
+    returned = f"{ledger['returned']:,} read ahead and not trained" if ledger["returned"] else "none left over"
+    return f"{ledger['issued']:,} issued, {ledger['applied']:,} trained, {skipped}, {returned}"
+
+
+def _counts(counts: dict[str, int], *, none: str) -> str:
+    return ", ".join(f"{count:,} x {what}" for what, count in counts.items()) or none
+
+
 def _data_lines(report: dict[str, Any]) -> list[str]:
     data, ledger = report["data"], report["ledger"]["conversations"]
+    shards = f"{data['shards']} shard{'s' if data['shards'] != 1 else ''}"
     return [
-        f"- {data['rows']:,} rows, {data['tokens']:,} tokens, {data['supervised']:,} supervised, {data['shards']} shards",
-        f"- conversations in {ledger['rows_in']}, kept {ledger['kept']}, cut {ledger['cut']}, dropped {ledger['dropped'] or 'none'}",
+        f"- {data['rows']:,} rows, {data['tokens']:,} tokens, {data['supervised']:,} supervised, {shards}",
+        f"- conversations in {ledger['rows_in']:,}, kept {ledger['kept']:,}, cut {ledger['cut']:,}, dropped: "
+        f"{_counts(ledger['dropped'], none='none')}",
     ]

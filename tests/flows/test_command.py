@@ -240,8 +240,15 @@ def test_a_place_of_runs_that_cannot_be_used_is_one_line(place: str, number: int
     config = fakes.make_config(tmp_path, tmp_path / "target", places={"runs": str(tmp_path / "file" / "runs")})
     words = command._bad_input(OSError(number, os.strerror(number), str(tmp_path / place)), config)
     assert words.startswith(f"places.runs '{tmp_path}/file/runs': {os.strerror(number)}: {tmp_path / place}")
-    with pytest.raises(OSError, match="elsewhere"):
-        command._bad_input(OSError(number, os.strerror(number), str(tmp_path / "elsewhere")), config)
+    for other in ("elsewhere", "file/runs/tiny/metrics.jsonl"):
+        with pytest.raises(OSError, match=other):
+            command._bad_input(OSError(number, os.strerror(number), str(tmp_path / other)), config)
+
+
+def test_a_run_that_vanishes_is_not_taken_for_a_bad_place_of_runs(tmp_path: Path) -> None:
+    config = fakes.make_config(tmp_path, tmp_path / "target", places={"runs": str(tmp_path / "runs")})
+    with pytest.raises(FileNotFoundError):
+        command._bad_input(FileNotFoundError(errno.ENOENT, "gone", str(tmp_path / "runs" / "tiny")), config)
 
 
 def test_a_server_that_cannot_be_reached_is_one_line(run_file: Path, tmp_path: Path) -> None:
