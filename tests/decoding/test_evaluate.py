@@ -269,7 +269,7 @@ def test_the_written_report_shows_every_number() -> None:
             },
             "ledger": {
                 "conversations": {"rows_in": 5, "kept": 4, "cut": 1, "dropped": {"no stop": 1}},
-                "micro_batches": {"issued": 3},
+                "micro_batches": {"issued": 9, "applied": 6, "skipped": {"no rows": 1}, "returned": 2},
             },
             "stages": {"tap": stage},
         }
@@ -296,7 +296,8 @@ def test_the_written_report_shows_every_number() -> None:
         "torch: 1 -> 2",
         "| tap | 1 | 9 | 1.0 | 2.0 | 3.0 |",
         "1,234 rows, 56,789 tokens",
-        "{'no stop': 1}",
+        "dropped: 1 x no stop",
+        "9 issued, 6 trained, 1 x no rows, 2 read ahead and not trained",
         "| prompts | 0 | 0 | 1 | 1.00e-06 | yes |",
     ):
         assert piece in text, piece
