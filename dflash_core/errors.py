@@ -1,4 +1,4 @@
-"""Task groups: the error of one as the error that caused it, and its end at a stop request."""
+"""Errors in a line, and of task groups: the error of one as the error that caused it, and its end at a stop request."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +20,11 @@ def unwrapped() -> Iterator[None]:
             raise first
         finally:
             first.__context__ = context  # its own, not the group
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 async def cancel_when(stop: anyio.Event, scope: anyio.CancelScope) -> None:

@@ -7,9 +7,7 @@ environment defaults set. Without PREFECT_API_URL the flow runs against Prefect'
 """
 
 import argparse
-import atexit
 import errno
-import gc
 import os
 import shlex
 import shutil
@@ -26,6 +24,7 @@ from typing import Any, NoReturn
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from dflash_core.config import Config
+from flows.garbage import begin_work, keep_imports
 from flows.settings import QUICKSTART, closest, config_yaml, dig, leaves, origin_comments, resolve
 
 DONE, BAD_INPUT, STOPPED, INTERRUPTED = 0, 2, 3, 130  # exit codes
@@ -147,19 +146,6 @@ def read_command_line(
     overrides = {key: dig(dumped, key) for key in values}
     keep_imports()
     return Command(path=path, overrides=overrides, fresh=is_fresh, config=resolved.config, options=special)
-
-
-def keep_imports() -> None:
-    """To be called before the large imports. What comes with them stays until the process ends: to search it for garbage, while
-    it grows and once more at the end, would take seconds."""
-    gc.disable()
-    atexit.register(gc.freeze)
-
-
-def begin_work() -> None:
-    """All is imported: from here on garbage is collected again, without what is there already."""
-    gc.freeze()
-    gc.enable()
 
 
 def run_flow(

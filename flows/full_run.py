@@ -26,7 +26,6 @@ from prefect.context import FlowRunContext
 
 from dflash_core.config import Config
 from dflash_core.decoding import regenerate as regeneration
-from dflash_core.files import write_json
 from dflash_core.rundir import RunDirectory, config_fingerprint, open_run
 from flows import console
 from flows.parameters import UNCHANGED, Overrides, given
@@ -70,7 +69,6 @@ async def full_run(config: str = QUICKSTART, overrides: Overrides = UNCHANGED, r
                 console.say(f"promotion skipped: decided before, {root / PROMOTION}")
             else:
                 promoted = await _step(promote, config, changes)
-                write_json(root / PROMOTION, promoted)
         except Stopped as reason:
             return stopped_state(reason)
     return {"run": settings.name, "skipped_preparation": prepared["skipped"], **trained, "promotion": promoted}

@@ -7,7 +7,6 @@ seconds of work on the critical path, and leaves it behind where the flow's proc
 """
 
 import atexit
-import gc
 import os
 import signal
 import socket
@@ -15,6 +14,8 @@ import subprocess
 import sys
 import threading
 import time
+
+from flows.garbage import begin_work, keep_imports
 
 AGAIN = 3  # times that one that ended is started anew: the first on a machine make the tables of one file, and not together
 PATIENCE_S = 120  # the first start makes the tables: 20 s, Prefect's own limit, are too few on a slow or busy machine
@@ -97,13 +98,12 @@ def needed() -> bool:
 def serve(port: int) -> None:
     """Prefect's API on a port of this machine, as long as the parent lives."""
     threading.Thread(target=_watch_parent, daemon=True).start()
-    gc.disable()  # what is imported stays
+    keep_imports()
     import uvicorn
     from prefect.server.api.server import create_app
 
     app = create_app()
-    gc.freeze()
-    gc.enable()
+    begin_work()
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", lifespan="on")
 
 

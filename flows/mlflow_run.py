@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from dflash_core import errors
 from dflash_core.config import Config
 from dflash_core.decoding.report import DEFINITION
 from dflash_core.files import locked, written_beside
@@ -148,7 +149,7 @@ def without_password(config: Config) -> Config:
 
 def first_line(error: Exception) -> str:
     """An error in a few words, without passwords."""
-    return shown((str(error).strip().splitlines() or [type(error).__name__])[0])[:300]
+    return shown(errors.first_line(error))[:300]
 
 
 def flat_params(config: Config) -> dict[str, str]:

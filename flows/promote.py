@@ -80,7 +80,10 @@ async def promote(config: str = QUICKSTART, overrides: Overrides = UNCHANGED, dr
                 champion = await in_thread(stop, registry.fetch_champion, run.root / "champion")
                 if champion is not None and champion.content == content_hash(run.export):
                     console.say(f"{run.export} is the champion already: version {champion.version} of {registry.name}")
-                    return {"promoted": False, "version": champion.version, "champion": champion.version, "reasons": {}}
+                    result = {"promoted": False, "version": champion.version, "champion": champion.version, "reasons": {}}
+                    if not dry_run and not (run.root / PROMOTION).is_file():  # else what made it the champion stands there
+                        write_json(run.root / PROMOTION, result)
+                    return result
                 judgement = await judge_drafter(settings, run, champion, stop)
                 version = None if dry_run else await register(settings, run, judgement, champion, registry)
                 decision = judgement.decision

@@ -4,6 +4,7 @@ save_target(DIR)  a Qwen3 of hidden 32 and 4 layers, and a byte-level BPE of 300
 write_jsonl       conversations and prompts          make_config(ROOT, TARGET, training={...})  a complete Config
 """
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedTokenizerFast, Q
 
 from dflash_core.config import Config
 from dflash_core.modeling.drafter import Drafter, new_drafter
-from dflash_core.records import Batch, DrafterShape, PlannedBatch
+from dflash_core.records import Batch, DrafterShape, PlannedBatch, StepMetrics
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>")
 END_OF_TEXT, IM_START, IM_END, MASK = range(4)
@@ -175,6 +176,16 @@ def make_drafter(*, seed: int = 1, **changes: Any) -> Drafter:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
     return drafter
+
+
+def make_metrics(step: int, **changes: Any) -> StepMetrics:
+    """What a step of two rows leaves, with these changes."""
+    made = StepMetrics(
+        step=step, position=step, epoch=0, micro_batches=1, skipped={}, rows=2, tokens=100, computed_tokens=128, blocks=8,
+        loss_sum=10.0 / step, weight_sum=2.0, correct=(0, 4, 2, 1), counted=(0, 8, 8, 8), accepted_sum=6, learning_rate=1e-3,
+        gradient_norm=0.5, applied=True, seconds=0.1,
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
 
 
 def make_batch(

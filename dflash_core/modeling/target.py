@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dflash_core.config import TrainingConfig
 from dflash_core.devices import home, parts
+from dflash_core.errors import first_line
 from dflash_core.files import begins_at
 from dflash_core.modeling.rope import drafter_rope
 from dflash_core.modeling.spread import spread
@@ -41,8 +42,9 @@ def read_config(path: str) -> Any:
     try:
         top = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        words = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"target.path {path!r}: no config of a transformers model that can be read: {words}") from error
+        raise ValueError(
+            f"target.path {path!r}: no config of a transformers model that can be read: {first_line(error)}"
+        ) from error
     _check_no_drafter(vars(top), path)
     return top
 

@@ -18,7 +18,7 @@ import anyio
 
 from dflash_core.config import Config
 from dflash_core.rundir import open_run
-from flows.command import begin_work, keep_imports
+from flows.garbage import begin_work, keep_imports
 
 QUICKSTART = "configs/quickstart.yaml"
 

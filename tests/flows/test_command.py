@@ -156,7 +156,7 @@ def test_garbage_is_collected_while_a_command_works_though_not_while_it_imports(
 
 
 INTERRUPTED = """
-import os, signal, sys, time
+import os, signal, time
 import anyio
 from flows.command import read_command_line, run_flow
 from flows.running import stop_requests
@@ -165,12 +165,13 @@ async def flow(**_):
     async with stop_requests() as stop, anyio.create_task_group() as group:
         group.start_soon(anyio.to_thread.run_sync, time.sleep, 60)
         await anyio.sleep(0.1)
+        print("begun", time.time(), flush=True)
         os.kill(os.getpid(), signal.SIGINT)
         await stop.wait()
         os.kill(os.getpid(), signal.SIGINT)
         await anyio.sleep(60)
 
-run_flow(flow, read_command_line("train", ""), check=lambda config: print("begun", time.time(), flush=True))
+run_flow(flow, read_command_line("train", ""), check=lambda config: None)
 """
 
 
@@ -178,7 +179,7 @@ def test_a_second_interrupt_leaves_at_once_whatever_a_thread_is_doing(run_file: 
     done = run_script(INTERRUPTED, run_file, tmp_path)
     assert done.returncode == 130, done.stderr
     assert TRACEBACK not in done.stderr
-    assert time.time() - float(done.stdout.split()[1]) < 15
+    assert time.time() - float(done.stdout.split()[1]) < 5
 
 
 SWALLOWING = """

@@ -7,6 +7,7 @@ import pytest
 from dflash_core.records import StepMetrics
 from flows import progress
 from flows.progress import Progress, RowProgress, _duration
+from tests.fakes import make_metrics
 
 
 @pytest.fixture
@@ -19,24 +20,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def step(number: int, *, loss: float = 1.0, skipped: int = 0) -> StepMetrics:
     """Two drafting blocks that accept three tokens, 50 tokens in half a second."""
-    return StepMetrics(
-        step=number,
-        position=number,
-        epoch=0,
-        micro_batches=1,
+    return make_metrics(
+        number,
         skipped={"no rows": skipped} if skipped else {},
-        rows=1,
         tokens=50,
-        computed_tokens=64,
         blocks=2,
         loss_sum=4 * loss,
         weight_sum=4.0,
         correct=(0, 2, 1),
         counted=(0, 2, 2),
         accepted_sum=3,
-        learning_rate=0.1,
-        gradient_norm=1.0,
-        applied=True,
         seconds=0.5,
         observed={"read_busy": 0.1, "tap_busy": 0.75, "train_busy": 0.5},
     )

@@ -1,6 +1,5 @@
 """flows.tracking: MLflow gets what metrics.jsonl holds, once, and never holds a training up."""
 
-import dataclasses
 import json
 import logging
 import math
@@ -21,7 +20,6 @@ from mlflow import MlflowClient
 
 from dflash_core.config import Config
 from dflash_core.data.shards import write_shards
-from dflash_core.records import StepMetrics
 from dflash_core.rundir import RunDirectory, config_fingerprint, open_run
 from dflash_core.training.metrics import MetricsFile
 from dflash_core.training.timeline import write_timeline
@@ -35,20 +33,11 @@ from tests import fakes
 from tests.flows.conftest import ROOT
 
 
-def metrics(step: int, **changes: Any) -> StepMetrics:
-    made = StepMetrics(
-        step=step, position=step, epoch=0, micro_batches=1, skipped={}, rows=2, tokens=100, computed_tokens=128, blocks=8,
-        loss_sum=10.0 / step, weight_sum=2.0, correct=(0, 4, 2, 1), counted=(0, 8, 8, 8), accepted_sum=6, learning_rate=1e-3,
-        gradient_norm=0.5, applied=True, seconds=0.1,
-    )  # fmt: skip
-    return dataclasses.replace(made, **changes)
-
-
 def write_steps(run: RunDirectory, first: int, last: int, **changes: Any) -> None:
     """Steps as a training (re)started at `first` writes them."""
     file = MetricsFile(run.metrics, first - 1)
     for step in range(first, last + 1):
-        file.write(metrics(step, **changes))
+        file.write(fakes.make_metrics(step, **changes))
     file.close()
 
 
@@ -122,12 +111,12 @@ def test_steps_params_and_tags_arrive(config: Config, run: RunDirectory, runs: P
 def test_steps_arrive_while_training_goes_on(config: Config, run: RunDirectory) -> None:
     tracker = MlflowTracker(config, run)
     file = MetricsFile(run.metrics, 0)
-    file.write(metrics(1))
+    file.write(fakes.make_metrics(1))
     end = time.monotonic() + 60
     while not (run.root / "mlflow_run.txt").is_file() or not history(config, run, "step"):
         assert time.monotonic() < end
         time.sleep(0.2)
-    file.write(metrics(2))
+    file.write(fakes.make_metrics(2))
     file.close()
     tracker.close("FINISHED")
     assert history(config, run, "step") == [(1, 1.0), (2, 2.0)]

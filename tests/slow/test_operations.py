@@ -19,7 +19,6 @@ from flows import mlflow_tracker
 from flows.mlflow_tracker import BEHIND, MlflowTracker
 from tests import fakes
 from tests.data.faulty_proxy import faulty_proxy
-from tests.flows.test_tracking import metrics
 from tests.slow.stack import Stack, descendants, has_ended, kill, running_stack, wait_until
 
 pytestmark = pytest.mark.slow
@@ -240,7 +239,7 @@ def seconds_writing(path: Path) -> float:
     for step in range(1, STEPS + 1):
         time.sleep(STEP_S)
         began = time.monotonic()
-        file.write(metrics(step))
+        file.write(fakes.make_metrics(step))
         waited += time.monotonic() - began
     file.close()
     return waited
